@@ -11,11 +11,11 @@ from fedpax.aggregators import codecs, compressed_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import async_diloco
 from fedpax.checks import Count, NonNegativeOrInfinite
-from fedpax.experiments.asynchronous_text import AsynchronousText
+from fedpax.experiments.asynchronous_text_experiment import AsynchronousText
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.island_settings import OuterSGD, wire_codec
-from fedpax.experiments.text import text_fields
-from fedpax.experiments.traces import TraceConfig
+from fedpax.experiments.text_experiment import text_fields
+from fedpax.experiments.trace_settings import TraceConfig
 from fedpax.simulation import IslandArrivals, dynamic_local_steps, island_arrivals
 from fedpax.training.virtual_time import with_exchanged_bytes, with_virtual_seconds
 

@@ -15,8 +15,8 @@ from fedpax.algorithms import (
 from fedpax.checks import Count, CountOrZero, NonNegative, Positive
 from fedpax.errors import ArgumentError
 from fedpax.experiments.island_settings import FragmentSettings, wire_codec
-from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.experiments.text import TextExperiment, short_rows
+from fedpax.experiments.optimizer_settings import OptimizerConfig
+from fedpax.experiments.text_experiment import TextExperiment, short_rows
 from fedpax.models import presets
 from fedpax.training.training_config import TrainingConfig
 

@@ -9,8 +9,8 @@ from fedpax.aggregators.quantized_mean import LEVELS, quantized_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import data_parallel, diloco
 from fedpax.experiments.island_settings import OuterSGD
-from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.experiments.text import TextExperiment, short_rows, text_fields
+from fedpax.experiments.optimizer_settings import OptimizerConfig
+from fedpax.experiments.text_experiment import TextExperiment, short_rows, text_fields
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
 from fedpax.training.training_config import TrainingConfig

@@ -18,9 +18,9 @@ from fedpax.data import ClientSampler, Partition
 from fedpax.data.rounds.labeled_examples import Preprocess, read_batches
 from fedpax.data.tables import Label
 from fedpax.deploy.batch_training import NEW, HeldoutClients
+from fedpax.experiments.client_experiment import ClientExperiment
 from fedpax.experiments.client_files import FilesConfig, OpenFiles, PreparedFiles, open_files
 from fedpax.experiments.client_methods import KEPT, fine_tuned_models, sum_fine_tuned
-from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.experiments.parts.client_evaluation import (
     EvaluateClients,
     heldout_of_files,

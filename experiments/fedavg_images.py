@@ -30,14 +30,14 @@ from fedpax.data.rounds.augmentation import (
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess, preprocess_images
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import aggregator
+from fedpax.experiments.client_experiment import FedAvgExperiment
 from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
-from fedpax.experiments.fedavg_clients import FedAvgExperiment
 from fedpax.experiments.parts.client_evaluation import (
     EvaluateClients,
     label_weights,
     owners_by_field,
 )
-from fedpax.experiments.populations import (
+from fedpax.experiments.population_settings import (
     DirichletPopulation,
     NaturalPopulation,
     SyntheticPopulation,

@@ -26,7 +26,7 @@ from fedpax.data.rounds.client_token_rows import pack_clients
 from fedpax.data.rounds.labeled_examples import Arrays
 from fedpax.errors import ArgumentError
 from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
-from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.experiments.optimizer_settings import OptimizerConfig
 from fedpax.experiments.parts.client_evaluation import HeldoutSets
 from fedpax.experiments.parts.client_text import ClientText, ClientTextConfig
 from fedpax.experiments.parts.site_tables import (

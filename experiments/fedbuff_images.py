@@ -20,8 +20,8 @@ from fedpax.experiments.client_methods import method
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.parts.private_runs import configured_accountant, make_aggregator
-from fedpax.experiments.populations import DirichletPopulation
-from fedpax.experiments.traces import TraceConfig
+from fedpax.experiments.population_settings import DirichletPopulation
+from fedpax.experiments.trace_settings import TraceConfig
 from fedpax.models.classifiers import CNNConfig
 from fedpax.simulation import BufferedArrivals, buffered_arrivals
 from fedpax.training.experiment import Run

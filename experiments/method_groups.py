@@ -6,13 +6,13 @@ from typing import Any
 
 from fedpax.experiments.catalog import ExperimentGroup
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
+from fedpax.experiments.client_experiment import ClientExperiment
 from fedpax.experiments.client_methods import method
 from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
-from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
 from fedpax.experiments.personal_images import PersonalImages
-from fedpax.experiments.populations import DirichletPopulation
+from fedpax.experiments.population_settings import DirichletPopulation
 from fedpax.models.classifiers import MLPConfig
 from fedpax.training.training_config import TrainingConfig
 

@@ -13,7 +13,7 @@ from fedpax.checks import CountOrZero, Decay
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.island_settings import FragmentSettings, wire_codec
 from fedpax.experiments.pretrain import diloco_c4_1b, diloco_llama_8b
-from fedpax.experiments.text import TextExperiment
+from fedpax.experiments.text_experiment import TextExperiment
 from fedpax.parallel.compiler_options import memory_options, overlap_options
 
 MANY_FRAGMENTS = 8

@@ -41,7 +41,7 @@ from fedpax.experiments.benchmarks.chaos_sites import (
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.experiments.benchmarks.workloads import changed
 from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText, decoupled_diloco_text
-from fedpax.experiments.text import TextConfig
+from fedpax.experiments.text_experiment import TextConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.experiment import Run
 from fedpax.training.training_config import TrainingConfig

@@ -28,7 +28,7 @@ from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, optio
 from fedpax.experiments.benchmarks.workloads import changed
 from fedpax.experiments.diloco_text import data_parallel_text, diloco_text
 from fedpax.experiments.streaming_diloco_text import streaming_diloco_text
-from fedpax.experiments.text import TextExperiment
+from fedpax.experiments.text_experiment import TextExperiment
 from fedpax.parallel import simulate_devices
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.reports.comparison import RunSummary, summarize_run

@@ -31,9 +31,9 @@ from fedpax.islands.island.island import Island
 from fedpax.islands.island.link import Link
 from fedpax.islands.island.local_model import LocalModel
 from fedpax.islands.method_parts import parts_of, tokens_per_step
+from fedpax.islands.syncer.merge_report import MergeReport
 from fedpax.islands.syncer.outer_model import OuterModel
 from fedpax.islands.syncer.syncer import Syncer
-from fedpax.islands.syncer.updates import MergeReport
 from fedpax.sites.site_process import Identity
 from fedpax.transport.calls import DisconnectedError
 from fedpax.transport.message import Message

@@ -21,7 +21,7 @@ from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
 from fedpax.experiments.benchmarks.workloads import changed, start_run
 from fedpax.experiments.pretrain import pretrain_c4_1b, pretrain_text
-from fedpax.experiments.text import TextExperiment
+from fedpax.experiments.text_experiment import TextExperiment
 from fedpax.parallel.mesh import default_devices
 from fedpax.planning import find_topology
 

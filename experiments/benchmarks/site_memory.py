@@ -31,7 +31,7 @@ from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, optio
 from fedpax.experiments.benchmarks.site_transport import in_process
 from fedpax.sites.contract import CoordinatorRun
 from fedpax.sites.coordinator_program import cohort_types, divide, expected_arrays
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.run_coordinator import run_coordinator
 from fedpax.sites.secret_terms import TASK as SUM
 from fedpax.sites.secret_terms import SecretTerms

@@ -27,7 +27,7 @@ from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.populations.label_skew import partition_dirichlet
 from fedpax.populations.partition import partition_iid
-from fedpax.sites.guards import NO_NORMS, drop_harmful, drop_large, parse_accept_if
+from fedpax.sites.update_filters import NO_NORMS, drop_harmful, drop_large, parse_accept_if
 
 HELD_OUT, HIDDEN, BATCH, STEPS, RATE = 200, 64, 32, 20, 0.1
 

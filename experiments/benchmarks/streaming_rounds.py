@@ -19,7 +19,7 @@ from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
 from fedpax.experiments.benchmarks.workloads import changed, start_run
 from fedpax.experiments.diloco_text import OuterConfig, diloco_text
 from fedpax.experiments.streaming_diloco_text import StreamingConfig, streaming_diloco_text
-from fedpax.experiments.text import TextExperiment
+from fedpax.experiments.text_experiment import TextExperiment
 from fedpax.models import presets
 from fedpax.parallel.mesh import MeshConfig
 

@@ -25,7 +25,7 @@ from fedpax.data import (
     partition_natural,
 )
 from fedpax.data.rounds.labeled_examples import Preprocess
-from fedpax.data.rounds.stream import LocalRows, addressable_rows
+from fedpax.data.rounds.stream_parts import LocalRows, addressable_rows
 from fedpax.data.tables import Label
 from fedpax.deploy.batch_training import HeldoutClients
 from fedpax.errors import ArgumentError
@@ -294,7 +294,7 @@ def place_rows(
 ) -> tuple[Any, Float[np.ndarray, "participants steps"]]:
     """Read the rows of this process's devices, as arrays over all participants."""
     # Returns arrays `[participants, steps, batch, ...]`, which are
-    # `fedpax.data.rounds.stream.LocalRows` if the process does not need all rows, and the
+    # `fedpax.data.rounds.stream_parts.LocalRows` if the process does not need all rows, and the
     # number of targets in each batch.
     num_steps = -(-len(rows) // (batch_size * num_participants))
     shape = (num_participants, num_steps, batch_size)

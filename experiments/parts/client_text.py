@@ -28,12 +28,12 @@ from fedpax.experiments.cohort_settings import (
     ServerConfig,
     over_clients,
 )
-from fedpax.experiments.language_model import (
+from fedpax.experiments.language_model_experiment import (
     LanguageModelExperiment,
     TextDataConfig,
     without_token_count,
 )
-from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.experiments.optimizer_settings import OptimizerConfig
 from fedpax.experiments.parts.client_evaluation import (
     EvaluateClients,
     HeldoutSets,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
 from fedpax.data import CohortRounds
-from fedpax.data.rounds.client_stream import shorter_lengths
+from fedpax.data.rounds.cohort_stream import shorter_lengths
 from fedpax.data.tables import Label, TableFeatures
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_files import FilesConfig

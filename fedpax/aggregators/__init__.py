@@ -15,7 +15,7 @@ from fedpax.aggregators.privacy_accounting import (
 from fedpax.aggregators.private_mean import private_mean
 from fedpax.aggregators.private_secure_mean import private_secure_mean
 from fedpax.aggregators.quantized_mean import choose_packing, quantized_mean
-from fedpax.aggregators.random_streams import random_stream
+from fedpax.aggregators.random_numbers import random_stream
 from fedpax.aggregators.secure_mean import FixedPoint, secure_mean
 from fedpax.aggregators.sent_values import mark_sent
 from fedpax.primitives.argument_checks import explain_unknown_arguments

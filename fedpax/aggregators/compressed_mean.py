@@ -14,7 +14,7 @@ from fedpax.aggregators.codecs.codec import Codec
 from fedpax.aggregators.codecs.device_exchange import choose_exchange
 from fedpax.aggregators.codecs.rotated import check_codec
 from fedpax.aggregators.codecs.update_coder import UpdateCoder
-from fedpax.aggregators.random_streams import in_stream
+from fedpax.aggregators.random_numbers import in_stream
 from fedpax.aggregators.sent_values import mark_sent, work_under_transfer
 from fedpax.checks import PROBABILITY, check_argument, check_seed
 from fedpax.errors import ArgumentError

@@ -18,7 +18,7 @@ from fedpax.aggregators.aggregator import (
     mean_dtype,
     num_participants,
 )
-from fedpax.aggregators.random_streams import round_key
+from fedpax.aggregators.random_numbers import round_key
 from fedpax.checks import NON_NEGATIVE, check_argument, check_seed
 from fedpax.primitives import federated_map
 from fedpax.primitives.placement import is_for_stages

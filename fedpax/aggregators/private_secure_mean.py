@@ -19,7 +19,7 @@ from fedpax.aggregators.aggregator import (
 from fedpax.aggregators.clipping import check_norm, clip_update
 from fedpax.aggregators.gaussian_noise import known_sharding
 from fedpax.aggregators.privacy_accounting import accountant_of, releases_per_round
-from fedpax.aggregators.random_streams import (
+from fedpax.aggregators.random_numbers import (
     hashed_indices,
     normal_from_words,
     random_normal,

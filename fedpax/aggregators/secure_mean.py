@@ -22,7 +22,7 @@ from fedpax.aggregators.aggregator import (
 )
 from fedpax.aggregators.all_updates import known_to_all
 from fedpax.aggregators.gaussian_noise import known_sharding
-from fedpax.aggregators.random_streams import hashed_indices, rehash, round_key
+from fedpax.aggregators.random_numbers import hashed_indices, rehash, round_key
 from fedpax.aggregators.sent_values import mark_sent, mark_server
 from fedpax.checks import EVEN, POSITIVE, IntRange, check_argument, check_seed
 from fedpax.errors import ArgumentError

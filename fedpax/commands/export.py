@@ -29,7 +29,7 @@ from fedpax.deploy.artifacts import export_stages
 from fedpax.deploy.flower.app_files import APP_FILE
 from fedpax.deploy.runtime import MANIFEST
 from fedpax.errors import UsageError
-from fedpax.experiments.language_model import LanguageModelExperiment
+from fedpax.experiments.language_model_experiment import LanguageModelExperiment
 from fedpax.experiments.parts.weights import huggingface_obstacle
 from fedpax.run_files.configuration import write_configuration
 from fedpax.training.experiment import Experiment, Run

@@ -18,7 +18,7 @@ from fedpax.commands.parts.saved_run import (
 from fedpax.console import count_of, print_error, print_line
 from fedpax.data import Conversation
 from fedpax.errors import UsageError
-from fedpax.experiments.language_model import LanguageModelExperiment
+from fedpax.experiments.language_model_experiment import LanguageModelExperiment
 from fedpax.models.generation import generate as generate_tokens
 
 
@@ -34,8 +34,8 @@ def generate(arguments: Sequence[str]) -> int:
         raise UsageError(
             f"--job_log_dir={options.job_log_dir} holds --exp={saved.exp}, a "
             f"{type(experiment).__name__}, expected an experiment on text (a subclass of "
-            "fedpax.experiments.language_model.LanguageModelExperiment). Give the folder of one, "
-            "such as of --exp=diloco_text."
+            "fedpax.experiments.language_model_experiment.LanguageModelExperiment). Give the "
+            "folder of one, such as of --exp=diloco_text."
         )
     if options.prompt is None:
         raise UsageError(

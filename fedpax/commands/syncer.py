@@ -31,8 +31,8 @@ def syncer(arguments: Sequence[str]) -> int:
     if not jax.config.values["jax_platforms"]:  # JAX read the environment when it was imported
         jax.config.update("jax_platforms", "cpu")
     from fedpax.commands.parts.devices import enable_compilation_cache
+    from fedpax.islands.syncer.merge_votes import GuardRules
     from fedpax.islands.syncer.run_syncer import run_syncer
-    from fedpax.islands.syncer.updates import GuardRules
     from fedpax.transport.admission import SiteLimits
 
     enable_compilation_cache()
@@ -42,7 +42,7 @@ def syncer(arguments: Sequence[str]) -> int:
         "limits": SiteLimits(options.messages_per_minute, options.bytes_per_minute),
     }
     if has_rounds_over_sites(experiment):
-        from fedpax.sites.guards import RoundRules
+        from fedpax.sites.round_rules import RoundRules
         from fedpax.sites.run_coordinator import run_coordinator
 
         rules: dict[str, Any] = {name: options[name].value for name in RoundRules._fields}

@@ -21,14 +21,14 @@
 
 from fedpax.data.loading import load, prepare
 from fedpax.data.rounds.augmentation import add_dropout_seeds
-from fedpax.data.rounds.client_stream import CohortRounds
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
+from fedpax.data.rounds.cohort_stream import CohortRounds
 from fedpax.data.rounds.example_rounds import ExampleRounds, example_rounds
 from fedpax.data.rounds.heldout_tokens import heldout_token_batches
 from fedpax.data.rounds.labeled_examples import example_batches, read_examples
 from fedpax.data.rounds.mixture import Mixture
 from fedpax.data.rounds.scheduling import balanced_order, idle_fraction
-from fedpax.data.rounds.stream import FunctionRounds, LazyStream, LocalRows, addressable_rows
+from fedpax.data.rounds.stream_parts import FunctionRounds, LazyStream, LocalRows, addressable_rows
 from fedpax.data.rounds.token_rounds import token_round_shapes, token_rounds
 from fedpax.data.rounds.token_stream import TokenRounds
 from fedpax.data.rounds.unreliable_rounds import RoundOutcome, UnreliableRounds, unreliable_rounds

@@ -1,8 +1,8 @@
 """`fedpax train --elastic`: supervise a training process, and restart it when processes change.
 
-The supervisor uses no device. It starts a training process (`fedpax.elastic.supervisor`)
-when the keeper (`fedpax.elastic.coordinator`) requests it, reports its exit status, and ends it
-when the set of training processes changes. The supervisor of process 0 runs the keeper, unless
+The supervisor uses no device. It starts a training process when the keeper
+(`fedpax.elastic.elastic_coordinator`) requests it, reports its exit status, and ends it when the
+set of training processes changes. The supervisor of process 0 runs the keeper, unless
 `--keeper=alone` runs it on a host of its own.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from fedpax.console import print_error
-from fedpax.elastic.coordinator import CANNOT_RUN, ElasticCoordinator
+from fedpax.elastic.elastic_coordinator import CANNOT_RUN, ElasticCoordinator
 from fedpax.elastic.host_copies import (
     list_copies,
     memory_folder,

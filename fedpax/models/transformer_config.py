@@ -52,8 +52,8 @@ class TransformerConfig:
             interleave the stages.
 
         weights: the Hugging Face folder that an experiment on text begins from, see
-            `fedpax.experiments.language_model`. Models themselves ignore it. Default None: random
-            parameters. Adapters (`lora.rank` above 0) need a folder.
+            `fedpax.experiments.language_model_experiment`. Models themselves ignore it. Default
+            None: random parameters. Adapters (`lora.rank` above 0) need a folder.
 
     Raises:
         ValueError: the sizes do not fit together, or an option does not exist.

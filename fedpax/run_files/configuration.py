@@ -264,8 +264,18 @@ def find_class(named: Any, classes: Collection[type]) -> Any:
     return next((class_ for class_ in classes if name_of_class(class_) == named), None)
 
 
-# Former modules of classes that `config.json` of older runs names.
-_MOVED = {"personal_methods": "client_methods", "robust_aggregators": "client_aggregators"}
+_MOVED = {
+    "asynchronous_text": "asynchronous_text_experiment",
+    "fedavg_clients": "client_experiment",
+    "language_model": "language_model_experiment",
+    "optimizers": "optimizer_settings",
+    "personal_methods": "client_methods",
+    "populations": "population_settings",
+    "robust_aggregators": "client_aggregators",
+    "text": "text_experiment",
+    "traces": "trace_settings",
+}
+"""Modules of experiments by the names that `config.json` of older runs has."""
 
 
 def find_in_fedpax(named: str) -> Any:
@@ -273,8 +283,10 @@ def find_in_fedpax(named: str) -> Any:
     module, _, name = named.partition(":")
     if not is_within_fedpax(named):
         raise ArgumentTypeError("the class has no name")
-    room, _, last = module.rpartition(".")
-    class_: Any = importlib.import_module(f"{room}.{_MOVED.get(last, last)}")
+    package, _, last = module.rpartition(".")
+    if package.endswith(".experiments"):
+        last = _MOVED.get(last, last)
+    class_: Any = importlib.import_module(f"{package}.{last}")
     for part in name.split("."):
         class_ = getattr(class_, part)
     is_class = isinstance(class_, type) and dataclasses.is_dataclass(class_)

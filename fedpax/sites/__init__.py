@@ -3,7 +3,7 @@
 - `contract`: what an experiment offers to run over sites.
 - `run_coordinator`: the process that holds the model and asks the sites (`fedpax syncer`).
 - `take_part`: the process of a site (`fedpax join`).
-- `guards`: the updates that a merge drops (`drop_large`, `drop_harmful`).
+- `update_filters`: the updates that a merge drops (`drop_large`, `drop_harmful`).
 
 `fedpax.stages` divides a round into parts: a site runs the clients' part for each of its
 clients, merges their terms, and sends the merged terms alone. A site of one client sends encoded
@@ -20,22 +20,22 @@ from fedpax.deprecation import warn_deprecated
 from fedpax.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from fedpax.sites.guards import AcceptIf as AcceptIf
-    from fedpax.sites.guards import NormHistory as NormHistory
-    from fedpax.sites.guards import drop_harmful as drop_harmful
-    from fedpax.sites.guards import drop_large as drop_large
-    from fedpax.sites.guards import parse_accept_if as parse_accept_if
     from fedpax.sites.site_process import JoinResult as JoinResult
     from fedpax.sites.site_process import SyncerResult as SyncerResult
+    from fedpax.sites.update_filters import AcceptIf as AcceptIf
+    from fedpax.sites.update_filters import NormHistory as NormHistory
+    from fedpax.sites.update_filters import drop_harmful as drop_harmful
+    from fedpax.sites.update_filters import drop_large as drop_large
+    from fedpax.sites.update_filters import parse_accept_if as parse_accept_if
 
 _MODULES = {
-    "AcceptIf": "fedpax.sites.guards",
+    "AcceptIf": "fedpax.sites.update_filters",
     "JoinResult": "fedpax.sites.site_process",
-    "NormHistory": "fedpax.sites.guards",
+    "NormHistory": "fedpax.sites.update_filters",
     "SyncerResult": "fedpax.sites.site_process",
-    "drop_harmful": "fedpax.sites.guards",
-    "drop_large": "fedpax.sites.guards",
-    "parse_accept_if": "fedpax.sites.guards",
+    "drop_harmful": "fedpax.sites.update_filters",
+    "drop_large": "fedpax.sites.update_filters",
+    "parse_accept_if": "fedpax.sites.update_filters",
 }
 __all__ = list(_MODULES)
 # Its modules need the extra `sites`.

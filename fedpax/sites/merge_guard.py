@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from fedpax.algorithm import Params
 from fedpax.sites.coordinator_program import CoordinatorProgram, CoordinatorState
-from fedpax.sites.guards import NormHistory, drop_harmful, drop_large, parse_accept_if
 from fedpax.sites.stage_calls import Participants, StageCalls
 from fedpax.sites.tasks import SiteReply
+from fedpax.sites.update_filters import NormHistory, drop_harmful, drop_large, parse_accept_if
 from fedpax.transforms.stages import Request
 
 ModelOf = Callable[[frozenset[str]], Params]
@@ -21,7 +21,7 @@ ModelsWithoutEach = Callable[[tuple[str, ...]], Iterable[tuple[str, Params]]]
 
 
 class MergeGuard:
-    """Drops updates by the rules of `fedpax.sites.guards`."""
+    """Drops updates by the rules of `fedpax.sites.update_filters`."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from fedpax.sites.contract import (
     SiteRun,
 )
 from fedpax.sites.coordinator_program import batch_types, divide
-from fedpax.sites.guards import weigh
+from fedpax.sites.round_rules import weigh
 from fedpax.sites.secret_terms import TASK as SUM
 from fedpax.sites.secret_terms import SecretTerms, Uplink
 from fedpax.sites.site_files import KeptValues, check_names

@@ -18,7 +18,7 @@ from fedpax.sites.coordinator_program import (
 )
 from fedpax.sites.downlink import WHOLE, Downlink, whole
 from fedpax.sites.exchange import TaskExchange
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import SUM, Uplink, ask_for_sums, check_is_sum
 from fedpax.sites.tasks import (
     ROUND,

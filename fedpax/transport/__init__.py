@@ -2,7 +2,7 @@
 
 - `calls`, `message`: a server, its clients, and what they send.
 - `authority`, `certificates`, `signed_keys`: who a site is.
-- `admission`, `call_pool`: what a server accepts from strangers.
+- `admission`, `call_limits`: what a server accepts from strangers.
 
 Its modules need the extra `sites`.
 """

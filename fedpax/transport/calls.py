@@ -8,14 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from fedpax.errors import FedpaxError
-from fedpax.transport.call_pool import (
-    CallPool,
-    CallsBySite,
-    LimitedLog,
-    check_address,
-    escape,
-    find_refusal,
-)
+from fedpax.transport.call_limits import CallPool, CallsBySite, LimitedLog, escape
+from fedpax.transport.connection_checks import check_address, find_refusal
 from fedpax.transport.message import (
     CHECKSUM_BYTES,
     CHUNK_BYTES,

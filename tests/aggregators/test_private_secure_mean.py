@@ -21,7 +21,7 @@ from fedpax.aggregators.private_secure_mean import (
     discrete_gaussian,
     dither_bits,
 )
-from fedpax.aggregators.random_streams import normal_from_words
+from fedpax.aggregators.random_numbers import normal_from_words
 from fedpax.algorithms import fedavg
 
 N, SIZE = 4, 20_000

@@ -20,7 +20,7 @@ from fedpax.aggregators import (
     private_secure_mean,
     random_stream,
 )
-from fedpax.aggregators.random_streams import PURPOSES, round_key
+from fedpax.aggregators.random_numbers import PURPOSES, round_key
 
 N, SIZE = 2, 1_000
 AGGREGATORS = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedpax.aggregators.random_streams import (
+from fedpax.aggregators.random_numbers import (
     hashed_indices,
     random_normal,
     random_words,

@@ -12,7 +12,7 @@ from fedpax.clients import Cohort
 from fedpax.experiments import async_diloco_text as text
 from fedpax.experiments import fedbuff_images as images
 from fedpax.experiments import halos_text as regional
-from fedpax.experiments.traces import TraceConfig
+from fedpax.experiments.trace_settings import TraceConfig
 from fedpax.models.classifiers import CNNConfig
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig

@@ -8,7 +8,7 @@ from jax.sharding import use_abstract_mesh
 
 from fedpax.experiments.diloco_text import OuterConfig
 from fedpax.experiments.pretrain import pretrain_text
-from fedpax.experiments.text import TextConfig
+from fedpax.experiments.text_experiment import TextConfig
 from fedpax.hlo.collectives import Collective, collectives
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig, default_devices

@@ -10,7 +10,7 @@ import pytest
 
 from fedpax.commands.parts.options import configure
 from fedpax.data import Source, load
-from fedpax.experiments import fedavg_clients, language_model
+from fedpax.experiments import client_experiment, language_model_experiment
 from fedpax.experiments.catalog import find_experiment
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_characters import FedAvgCharacters
@@ -76,7 +76,7 @@ def test_images_by_writer(monkeypatch: pytest.MonkeyPatch) -> None:
         for client, count in {"Zoë": 5, "Ana": 9, "Bo": 1}.items()
         for _ in range(count)
     ]
-    monkeypatch.setattr(fedavg_clients, "load", source(examples))
+    monkeypatch.setattr(client_experiment, "load", source(examples))
     experiment = FedAvgImages(
         dataset="x",
         population=find_experiment("fedadam_emnist")().population,
@@ -96,7 +96,7 @@ def test_characters_by_role(monkeypatch: pytest.MonkeyPatch) -> None:
         for client, own in texts.items()
         for text in own
     ]
-    monkeypatch.setattr(fedavg_clients, "load", source(examples))
+    monkeypatch.setattr(client_experiment, "load", source(examples))
     base = find_experiment("fedyogi_shakespeare")()
     fields = {name: getattr(base, name) for name in ("dataset", "population", "cohort")}
     experiment = FedAvgCharacters(
@@ -119,7 +119,7 @@ def test_text_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = configure("fedavg_lora_text", arguments)
     whole = load("stdlib_text", "heldout")
     few = source([whole[k] for k in range(0, len(whole), 20)])
-    monkeypatch.setattr(language_model, "load", few)
+    monkeypatch.setattr(language_model_experiment, "load", few)
     names = sorted({client_name(value) for value in few("", "").column("client")})
     run = experiment.build()
     params = random_params(run)

@@ -11,7 +11,7 @@ import pytest
 
 from fedpax.commands.parts.options import configure
 from fedpax.errors import ArgumentError
-from fedpax.experiments.language_model import TextDataConfig
+from fedpax.experiments.language_model_experiment import TextDataConfig
 from fedpax.main import main
 
 SMALL = [

@@ -17,8 +17,10 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Scalar
 from fedpax.algorithms import fedavg
 from fedpax.commands.parts.options import configure
 from fedpax.errors import ArgumentError
+from fedpax.experiments.async_diloco_text import async_diloco_text
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
+from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.fedavg_images import fedavg_digits
 from fedpax.run_files.configuration import (
     from_json,
@@ -209,6 +211,23 @@ def test_configurations_of_older_runs_are_read(module: str, name: str) -> None:
     assert read.function.__name__.replace("_", "").endswith(name.lower())
     assert {name: getattr(read, name) for name in fields} == fields
     assert from_json(json.loads(json.dumps(to_json(read)))) == read
+
+
+@pytest.mark.parametrize(
+    ("module", "config"),
+    [
+        ("fedavg_images", fedavg_digits()),
+        ("populations", fedavg_digits().population),
+        ("text", diloco_text().data),
+        ("text", diloco_text().loss),
+        ("optimizers", diloco_text().optimizer),
+        ("traces", async_diloco_text().trace),
+    ],
+)
+def test_settings_in_modules_of_former_names_are_read(module: str, config: Any) -> None:
+    saved = to_json(config)
+    former = f"fedpax.experiments.{module}:{type(config).__name__}"
+    assert from_json(saved | {"class": former}) == config
 
 
 @pytest.mark.parametrize("base", [MethodConfig, AggregatorConfig])

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.data import addressable_rows
 from fedpax.experiments.diloco_text import data_parallel_text
-from fedpax.experiments.language_model import TextDataConfig
+from fedpax.experiments.language_model_experiment import TextDataConfig
 from fedpax.experiments.parts import client_evaluation
 from fedpax.experiments.parts.client_evaluation import (
     HeldoutSets,
@@ -21,7 +21,7 @@ from fedpax.experiments.parts.client_evaluation import (
     parse_heldout_sets,
     place_rows,
 )
-from fedpax.experiments.text import TextConfig
+from fedpax.experiments.text_experiment import TextConfig
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig, make_mesh
 from fedpax.training.training_config import TrainingConfig

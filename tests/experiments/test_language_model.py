@@ -14,7 +14,7 @@ import pytest
 
 from fedpax.commands.parts.options import configure
 from fedpax.data import train_tokenizer
-from fedpax.experiments import language_model
+from fedpax.experiments import language_model_experiment
 from fedpax.experiments.fedavg_text import FedAvgText, fedavg_lora_text
 from fedpax.experiments.parts.client_text import ClientTextConfig
 from fedpax.experiments.parts.weights import write_huggingface
@@ -139,7 +139,7 @@ def test_a_run_that_resumes_does_not_need_the_folder(
     shutil.rmtree(moved)
     with pytest.raises(FileNotFoundError, match="is not a folder: expected a Hugging Face folder"):
         configure("pretrain_text", flags, tmp_path / "run")  # no checkpoint yet
-    monkeypatch.setattr(language_model, "latest_round", lambda job_log_dir: 1)
+    monkeypatch.setattr(language_model_experiment, "latest_round", lambda job_log_dir: 1)
     assert configure("pretrain_text", flags, tmp_path / "run") == experiment
 
 

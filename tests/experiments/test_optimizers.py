@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedpax.experiments.optimizers import OptimizerConfig, muon_dimension_numbers
+from fedpax.experiments.optimizer_settings import OptimizerConfig, muon_dimension_numbers
 from fedpax.models.transformer import TransformerConfig, transformer
 
 NAMES = typing.get_args(typing.get_type_hints(OptimizerConfig)["name"])

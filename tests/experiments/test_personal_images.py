@@ -12,7 +12,7 @@ import pytest
 
 from fedpax.checkpoints.saved_state import load_field, load_params
 from fedpax.data import Source, load
-from fedpax.experiments import fedavg_clients
+from fedpax.experiments import client_experiment
 from fedpax.experiments.benchmarks import personal_methods
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_methods import APFL, FedAvg
@@ -35,7 +35,7 @@ def small(**fields) -> PersonalImages:
 @pytest.fixture
 def few_examples(monkeypatch) -> None:
     """Let experiments read 400 training and 200 held-out examples, from memory."""
-    monkeypatch.setattr(fedavg_clients, "load", load_few)
+    monkeypatch.setattr(client_experiment, "load", load_few)
 
 
 @functools.cache

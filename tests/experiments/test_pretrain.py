@@ -13,7 +13,7 @@ from fedpax.algorithms.data_parallel import DataParallelState
 from fedpax.algorithms.diloco import DiLoCoState
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.experiments import pretrain
-from fedpax.experiments.text import LossConfig, TextConfig
+from fedpax.experiments.text_experiment import LossConfig, TextConfig
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics, select

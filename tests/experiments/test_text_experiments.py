@@ -10,7 +10,7 @@ import pytest
 
 from fedpax.commands.parts.options import configure
 from fedpax.experiments import diloco_text as module
-from fedpax.experiments.text import TextConfig
+from fedpax.experiments.text_experiment import TextConfig
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics, select

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 
 from fedpax.commands.parts.options import configure
-from fedpax.experiments.language_model import TextDataConfig
+from fedpax.experiments.language_model_experiment import TextDataConfig
 from fedpax.experiments.parts.client_evaluation import parse_heldout_sets
 from fedpax.experiments.pretrain import Pretraining, pretrain_text
-from fedpax.experiments.text import parse_mixture
+from fedpax.experiments.text_experiment import parse_mixture
 from fedpax.parallel.mesh import MeshConfig, default_devices
 
 

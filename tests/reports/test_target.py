@@ -15,7 +15,7 @@ from fedpax import Cohort
 from fedpax.algorithms import fedavg
 from fedpax.data import FunctionRounds
 from fedpax.experiments.pretrain import pretrain_text
-from fedpax.experiments.text import short_rows
+from fedpax.experiments.text_experiment import short_rows
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.reports.target import (

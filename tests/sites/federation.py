@@ -12,9 +12,9 @@ import numpy as np
 
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.run_files.metrics import MetricsWriter
-from fedpax.sites.coordinator import Coordinator
+from fedpax.sites.coordinator_rounds import Coordinator
 from fedpax.sites.exchange import TaskExchange
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import SecretTerms
 from fedpax.sites.site_files import read_federation
 from fedpax.sites.site_process import identify

@@ -17,7 +17,7 @@ from fedpax.errors import FedpaxError
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.agreement import Needed, count_votes
 from fedpax.sites.exchange import TaskExchange
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_table import LATE
 from fedpax.sites.tasks import Task
 from fedpax.transport.message import Message

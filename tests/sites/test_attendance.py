@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fedpax.errors import ConfigurationError
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.downlink import whole
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_table import SiteRecord, SiteTable
 from fedpax.sites.tasks import EVALUATION, ROUND, Task
 from fedpax.transport.message import Message

@@ -15,7 +15,7 @@ from fedpax.sites.coordinator_program import (
     weighted_terms,
 )
 from fedpax.sites.downlink import whole
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_table import read_sites
 from fedpax.sites.tasks import Task, find_fault
 from fedpax.transport.message import Message

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_table import format_sites, read_sites
 from fedpax.sites.site_worker import SiteWorker
 from fedpax.transport.calls import RefusedError

@@ -7,7 +7,7 @@ import pytest
 
 from fedpax.run_files.metrics import read_metrics
 from fedpax.sites.downlink import CODECS, Downlink, Receiver, whole
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from sites.federation import run
 from sites.small_experiment import small
 

@@ -10,7 +10,7 @@ import pytest
 
 from fedpax.commands.join import describe_site
 from fedpax.sites.exchange import TaskExchange
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_process import Identity
 from fedpax.sites.site_table import SiteTable
 from fedpax.sites.take_part import take_part

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpax.sites.guards import RoundRules
 from fedpax.sites.merge_guard import leave_one_out
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.tasks import SiteReply
 from sites.federation import run, write_hospitals
 from sites.test_equals_training import experiment

@@ -16,7 +16,7 @@ from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.experiments.fedavg_image_files import fedavg_images
 from fedpax.experiments.fedavg_text import fedavg_lora_text
 from fedpax.sites.exchange import TaskExchange
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.run_coordinator import run_coordinator
 from fedpax.sites.site_process import identify
 from fedpax.sites.site_table import SiteTable, read_sites

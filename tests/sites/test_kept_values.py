@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedpax.errors import ArgumentError
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_files import KeptValues, check_names
 from fedpax.sites.site_table import SiteTable
 from sites.federation import run

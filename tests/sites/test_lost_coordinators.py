@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.sites.coordinator import Coordinator
+from fedpax.sites.coordinator_rounds import Coordinator
 from fedpax.sites.run_coordinator import run_coordinator
 from fedpax.sites.site_files import read_federation
 from fedpax.sites.take_part import Site

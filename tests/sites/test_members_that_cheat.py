@@ -12,7 +12,7 @@ import pytest
 from fedpax.algorithms.mime import mime
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.secure_sums import SiteSide
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_table import format_sites, read_sites
 from fedpax.sites.site_worker import SiteWorker, UnknownRoundError
 from fedpax.transport.calls import RefusedError

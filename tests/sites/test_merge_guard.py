@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.sites.guards import RoundRules
 from fedpax.sites.merge_guard import MergeGuard
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.run_coordinator import run_coordinator
 from fedpax.sites.site_worker import SiteWorker
 from sites.federation import Federation, run, write_hospitals

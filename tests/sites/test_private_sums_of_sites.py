@@ -10,7 +10,7 @@ from fedpax.aggregators import PrivacyAccountant
 from fedpax.errors import FedpaxError
 from fedpax.experiments.client_aggregators import aggregator
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_worker import SiteWorker, UnknownRoundError
 from sites.federation import run, write_hospitals
 from sites.test_equals_training import SIZES, experiment

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fedpax.run_files.metrics import read_metrics
-from fedpax.sites.coordinator import FailedRoundError
+from fedpax.sites.coordinator_rounds import FailedRoundError
 from fedpax.sites.exchange import TaskExchange
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.run_coordinator import run_coordinator
 from fedpax.sites.site_files import read_federation
 from fedpax.sites.site_table import read_sites

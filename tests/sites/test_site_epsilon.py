@@ -10,8 +10,8 @@ import pytest
 from fedpax.aggregators import PrivacyAccountant
 from fedpax.experiments.client_aggregators import aggregator
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.sites.coordinator import Coordinator
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.coordinator_rounds import Coordinator
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_table import format_sites, read_sites
 from sites.federation import run, write_hospitals
 from sites.small_experiment import small, train_together

@@ -7,7 +7,7 @@ import pytest
 
 from fedpax.secure_sums import Message, SiteSide
 from fedpax.secure_sums.arithmetic import SHARE_BYTES
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_table import read_sites
 from fedpax.transport.admission import Admission, SiteLimits
 from fedpax.transport.certificates import make_certificates, read_certificates

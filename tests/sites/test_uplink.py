@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fedpax.errors import ConfigurationError
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.coordinator_program import cohort_types, divide, expected_arrays
-from fedpax.sites.guards import RoundRules
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import Uplink, check_up
 from fedpax.sites.site_table import read_sites
 from fedpax.sites.site_worker import SiteWorker

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fedpax.transport.call_pool import check_address
 from fedpax.transport.calls import connect, serve
+from fedpax.transport.connection_checks import check_address
 from fedpax.transport.message import Message
 
 

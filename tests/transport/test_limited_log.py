@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from fedpax.transport.call_pool import LimitedLog
+from fedpax.transport.call_limits import LimitedLog
 
 
 def test_warnings_beyond_the_limit_are_counted(caplog: pytest.LogCaptureFixture):

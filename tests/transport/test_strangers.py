@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from test_transport import LIMIT, METHOD, answer, assert_answers, raw_connection
 
-from fedpax.transport.call_pool import CallPool
+from fedpax.transport.call_limits import CallPool
 from fedpax.transport.calls import RefusedError, connect, serve
 from fedpax.transport.message import Message, encode
 

@@ -18,7 +18,6 @@ import pytest
 from test_message import MALFORMED
 
 from fedpax.experiments.benchmarks.unreliable_network import UnreliableNetwork
-from fedpax.transport.call_pool import find_refusal
 from fedpax.transport.calls import (
     Connection,
     DisconnectedError,
@@ -27,6 +26,7 @@ from fedpax.transport.calls import (
     connect,
     serve,
 )
+from fedpax.transport.connection_checks import find_refusal
 from fedpax.transport.message import CHUNK_BYTES, Message, MessageError, encode
 
 LIMIT = 1 << 24

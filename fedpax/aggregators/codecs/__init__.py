@@ -3,10 +3,10 @@
 from fedpax.aggregators.codecs.blocks import wire_bits
 from fedpax.aggregators.codecs.codec import Codec, float32
 from fedpax.aggregators.codecs.device_exchange import Exchange, choose_exchange
-from fedpax.aggregators.codecs.random_k import random_k, top_k
 from fedpax.aggregators.codecs.rotated import rotated
+from fedpax.aggregators.codecs.scalar_quantization import e3m0, terngrad, uniform
 from fedpax.aggregators.codecs.sign import drive, sign
-from fedpax.aggregators.codecs.uniform import e3m0, terngrad, uniform
+from fedpax.aggregators.codecs.sparsification import random_k, top_k
 from fedpax.primitives.argument_checks import explain_unknown_arguments
 
 __all__ = [

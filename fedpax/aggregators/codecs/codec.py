@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
-from fedpax.aggregators.random_streams import random_words
+from fedpax.aggregators.random_numbers import random_words
 from fedpax.checks import COUNT, check_argument
 
 BLOCK_SIZE = 1024

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.data.rounds.client_stream import (
+from fedpax.data.rounds.cohort_stream import (
     MOSTLY_PADDING,
     CohortRounds,
     PadTo,
@@ -20,7 +20,7 @@ from fedpax.data.rounds.labeled_examples import (
     apply_preprocess,
     preprocess_images,
 )
-from fedpax.data.rounds.stream import (
+from fedpax.data.rounds.stream_parts import (
     arrays_fingerprint,
     check_sizes,
     evenly_spaced,

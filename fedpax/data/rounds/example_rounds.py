@@ -12,7 +12,12 @@ from jaxtyping import Int32, Num
 
 from fedpax.clients.cohort import Cohort
 from fedpax.data.rounds.labeled_examples import read_raw, scale_pixels
-from fedpax.data.rounds.stream import arrays_fingerprint, check_sizes, check_state, source_name
+from fedpax.data.rounds.stream_parts import (
+    arrays_fingerprint,
+    check_sizes,
+    check_state,
+    source_name,
+)
 from fedpax.populations.client_arrays import RaggedPartition
 from fedpax.populations.partition import (
     Partition,

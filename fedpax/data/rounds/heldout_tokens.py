@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from fedpax.data.rounds.documents import Field, encode_examples
-from fedpax.data.rounds.stream import check_sizes
+from fedpax.data.rounds.stream_parts import check_sizes
 from fedpax.errors import ArgumentError
 from fedpax.processes.gather import gather_json
 from fedpax.sources.source import Examples, as_examples

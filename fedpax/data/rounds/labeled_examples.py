@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float32, Int32, Int64, Num, UInt8
 from numpy.typing import NDArray
 
 from fedpax.data.rounds.documents import read
-from fedpax.data.rounds.stream import check_sizes, qualified_name, source_name
+from fedpax.data.rounds.stream_parts import check_sizes, qualified_name, source_name
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_cast, checked_tree, host_array
 from fedpax.sources.aligned_arrays import aligned_empty

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 
 from fedpax.data.rounds.documents import Field, encode_examples, read
-from fedpax.data.rounds.stream import source_name
+from fedpax.data.rounds.stream_parts import source_name
 from fedpax.errors import FedpaxError
 from fedpax.populations.partition import Indices
 from fedpax.sources.shuffle import hash_key, shuffled_index

@@ -9,7 +9,7 @@ from jaxtyping import UInt64
 from fedpax.clients.cohort import Cohort
 from fedpax.data.rounds.documents import Field, encode_examples
 from fedpax.data.rounds.mixture import Mixture
-from fedpax.data.rounds.stream import RowMask, check_sizes, source_name
+from fedpax.data.rounds.stream_parts import RowMask, check_sizes, source_name
 from fedpax.data.rounds.token_stream import IN_MIXTURE, DataSet, TokenRounds, without_mask
 from fedpax.errors import ArgumentError
 from fedpax.populations.partition import (
@@ -114,7 +114,7 @@ def token_rounds(
         local_steps, batch_size, seq_len]`: `inputs`, `targets`, `segments` and `positions`, as
         `fedpax.data.pack` describes them. All rows are full. With a `Conversation` there is also
         `mask`, float32, 1 for targets in answers; without one, all targets count. If `rows` leaves
-        some out, arrays are `fedpax.data.rounds.stream.LocalRows`, of the same shape.
+        some out, arrays are `fedpax.data.rounds.stream_parts.LocalRows`, of the same shape.
 
     Raises:
         KeyError: the examples have no such field.

@@ -18,7 +18,7 @@ from fedpax.clients.cohort import MASK, Cohort
 from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.mixture import Mixture, apportion
 from fedpax.data.rounds.shard import DocumentOrder, Shard, ShardPosition
-from fedpax.data.rounds.stream import (
+from fedpax.data.rounds.stream_parts import (
     LocalRows,
     RowMask,
     check_same_texts,

@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float64, Int64
 from numpy.typing import ArrayLike
 
 from fedpax.clients.cohort import Cohort
-from fedpax.data.rounds.client_stream import CohortRounds
-from fedpax.data.rounds.stream import check_state
+from fedpax.data.rounds.cohort_stream import CohortRounds
+from fedpax.data.rounds.stream_parts import check_state
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_cast
 from fedpax.sources.shuffle import hash_key

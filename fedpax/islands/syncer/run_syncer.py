@@ -16,10 +16,11 @@ from fedpax.islands.method_parts import build_parts, largest_message, parts_of, 
 from fedpax.islands.syncer.island_table import IslandWatch
 from fedpax.islands.syncer.logs import RoundLog, read_merges
 from fedpax.islands.syncer.members import FREE_SHARD_AFTER
+from fedpax.islands.syncer.merge_report import MergeReport, Totals
+from fedpax.islands.syncer.merge_votes import NO_GUARDS, GuardedMerges, GuardRules
 from fedpax.islands.syncer.outer_model import FragmentState, OuterModel
 from fedpax.islands.syncer.syncer import Syncer
 from fedpax.islands.syncer.syncer_store import SyncerStore
-from fedpax.islands.syncer.updates import NO_GUARDS, GuardedMerges, GuardRules, MergeReport, Totals
 from fedpax.parallel.mesh import SINGLE_DEVICE
 from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import to_json

@@ -21,27 +21,22 @@ from fedpax.islands.syncer.members import (
     Members,
     note_merged,
 )
-from fedpax.islands.syncer.outer_model import OuterModel, check_finite
-from fedpax.islands.syncer.pending import JoinLimit, PendingUpdates, Quorum, StepCredits
-from fedpax.islands.syncer.syncer_store import SyncerStore
-from fedpax.islands.syncer.updates import (
+from fedpax.islands.syncer.merge_report import REPORTED, MergeReport, Totals, make_report
+from fedpax.islands.syncer.merge_votes import (
     NO_GUARDS,
-    REPORTED,
     GuardedMerges,
-    MergeReport,
-    Totals,
-    check_update,
     combine,
     gradient_norm,
     group_votes,
     leave_out,
-    make_report,
-    read_update,
-    why_dropped,
 )
+from fedpax.islands.syncer.outer_model import OuterModel, check_finite
+from fedpax.islands.syncer.pending import JoinLimit, PendingUpdates, Quorum, StepCredits
+from fedpax.islands.syncer.syncer_store import SyncerStore
+from fedpax.islands.syncer.updates import check_update, read_update, why_dropped
 from fedpax.sites.site_process import Identity, find_difference
 from fedpax.transport.admission import CheckedHeader
-from fedpax.transport.call_pool import LimitedLog
+from fedpax.transport.call_limits import LimitedLog
 from fedpax.transport.calls import MalformedError, RefusedError
 from fedpax.transport.message import Message
 

@@ -9,8 +9,8 @@ from cohort_problem import problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpax.data.rounds.client_stream import MOSTLY_PADDING
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
+from fedpax.data.rounds.cohort_stream import MOSTLY_PADDING
 from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.populations.client_sampler import ClientSampler
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
-from fedpax.data.rounds.client_stream import MOSTLY_PADDING
+from fedpax.data.rounds.cohort_stream import MOSTLY_PADDING
 from fedpax.data.rounds.labeled_examples import Preprocess, preprocess_images
 from fedpax.parallel.mesh import make_mesh
 from fedpax.sources import aligned_arrays

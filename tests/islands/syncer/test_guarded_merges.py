@@ -8,8 +8,8 @@ import pytest
 from islands.syncer_methods import three
 
 from fedpax.errors import ArgumentError
+from fedpax.islands.syncer.merge_votes import GuardedMerges, GuardRules
 from fedpax.islands.syncer.syncer_store import SyncerStore
-from fedpax.islands.syncer.updates import GuardedMerges, GuardRules
 
 pytestmark = pytest.mark.xdist_group("sites")
 

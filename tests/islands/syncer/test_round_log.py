@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedpax.islands.syncer.logs import RoundLog
-from fedpax.islands.syncer.updates import Totals, read_report
+from fedpax.islands.syncer.merge_report import Totals, read_report
 from fedpax.run_files.metrics import MetricsWriter, read_metrics
 from fedpax.training.progress import Progress
 

@@ -10,9 +10,9 @@ from islands.syncer_methods import parts
 
 from fedpax.aggregators import coordinate_median
 from fedpax.islands.island.link import Link
+from fedpax.islands.syncer.merge_votes import limit_weights
 from fedpax.islands.syncer.pending import JOINS_AT_ONCE, SECONDS_PER_JOIN, StepCredit
 from fedpax.islands.syncer.syncer_store import SyncerStore
-from fedpax.islands.syncer.updates import limit_weights
 from fedpax.transport.calls import RefusedError
 from fedpax.transport.message import Message
 

@@ -32,8 +32,8 @@ from fedpax.sites.coordinator_program import (
     server_leaves,
 )
 from fedpax.sites.exchange import TaskExchange
-from fedpax.sites.guards import RoundRules
 from fedpax.sites.merge_guard import MergeGuard, drop_replies
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import check_up
 from fedpax.sites.site_evaluation import SiteEvaluation, evaluation_of
 from fedpax.sites.site_files import RoundMetrics, SiteWatch, write_federation

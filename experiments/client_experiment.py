@@ -20,7 +20,7 @@ from fedpax.data import (
     Source,
     load,
 )
-from fedpax.data.rounds.client_stream import PadTo
+from fedpax.data.rounds.cohort_stream import PadTo
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess
 from fedpax.deploy.batch_training import HeldoutClients
 from fedpax.errors import ArgumentError
@@ -49,7 +49,7 @@ from fedpax.experiments.parts.site_tables import (
     drawer,
     sample_present,
 )
-from fedpax.experiments.populations import PopulationConfig
+from fedpax.experiments.population_settings import PopulationConfig
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig

@@ -24,7 +24,7 @@ from fedpax.data.rounds.labeled_examples import (
     scale_on_devices,
 )
 from fedpax.data.rounds.scheduling import balanced_order
-from fedpax.data.rounds.stream import arrays_fingerprint, check_state, evenly_spaced
+from fedpax.data.rounds.stream_parts import arrays_fingerprint, check_state, evenly_spaced
 from fedpax.errors import ArgumentError
 from fedpax.populations.client_arrays import ContiguousClients, RaggedPartition
 from fedpax.populations.client_sampler import ClientSampler

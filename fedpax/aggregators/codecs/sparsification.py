@@ -15,7 +15,7 @@ from fedpax.aggregators.codecs.codec import (
     unpack_bits,
 )
 from fedpax.aggregators.codecs.rotated import check_codec
-from fedpax.aggregators.random_streams import random_words
+from fedpax.aggregators.random_numbers import random_words
 from fedpax.checks import PROBABILITY, check_argument
 
 SPARSE_BLOCK_SIZE = 4096

@@ -24,12 +24,12 @@ from fedpax.data import (
 )
 from fedpax.data.rounds.mixture import Weight, check_weights
 from fedpax.errors import ArgumentError
-from fedpax.experiments.language_model import (
+from fedpax.experiments.language_model_experiment import (
     LanguageModelExperiment,
     TextDataConfig,
     without_token_count,
 )
-from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.experiments.optimizer_settings import OptimizerConfig
 from fedpax.experiments.parts.client_evaluation import HeldoutSets, heldout_evaluator
 from fedpax.experiments.parts.weights import Trainable
 from fedpax.models.losses import accumulate_gradients, transformer_loss

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fedpax.elastic import coordinator as keeper
-from fedpax.elastic.coordinator import ElasticCoordinator
+from fedpax.elastic import elastic_coordinator as keeper
+from fedpax.elastic.elastic_coordinator import ElasticCoordinator
 from fedpax.processes.job_processes import JobProcesses, JobProcessesError
 from fedpax.processes.json_line_socket import JsonLineSocket
 

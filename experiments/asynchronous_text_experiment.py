@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Float64, Int32
 
 from fedpax import Cohort
-from fedpax.experiments.text import TextExperiment
-from fedpax.experiments.traces import TraceConfig
+from fedpax.experiments.text_experiment import TextExperiment
+from fedpax.experiments.trace_settings import TraceConfig
 from fedpax.training.experiment import Run
 from fedpax.training.virtual_time import ScheduledRounds, TimedSchedule
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpax.sites.guards import (
+from fedpax.sites.update_filters import (
     NO_NORMS,
     AcceptIf,
     NormHistory,

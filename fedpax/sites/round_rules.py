@@ -1,0 +1,107 @@
+"""When a round over sites ends, and what its clients weigh."""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from fedpax.clients.cohort import Cohort
+from fedpax.errors import ArgumentError
+from fedpax.sites.downlink import WHOLE, make_codec
+from fedpax.sites.site_table import CLIENTS_PER_SITE, MOST_MISSED
+from fedpax.sites.update_filters import parse_accept_if
+
+
+class RoundRules(NamedTuple):
+    """When a round ends, and what its clients weigh.
+
+    Attributes:
+        min_sites: number of sites that the first round waits for, and that each round needs.
+        round_seconds: seconds after which a stage of a round waits for no further site.
+        weights: "examples", "equal" for each client, or "capped:N", at most N examples.
+        down: codec of what the coordinator sends to all sites: "float32", or "e3m0", "drive"
+            or "sign", which send differences against what sites have.
+        up: codec of the sums that a site sends, one of the codecs of `down`. What a sum
+            loses stays at the site and is part of its next sum.
+        missed_rounds: number of missed deadlines of a site after which no round waits for it. A
+            round that it answers takes one back.
+        clients_per_site: number of clients that a site may have at most.
+        silent_after: seconds without a message after which no round waits for a site.
+        norm_factor: the reply of a site is dropped if it changes the model by a norm of more than
+            so many medians of recent norms. Default None: no limit.
+        accept_if: a rule of `fedpax.sites.update_filters.parse_accept_if`, such as "loss+0.01", by
+            which the coordinator drops replies that harm the model on its held-out examples.
+            Default None: no rule.
+        secure_sums: whether the terms of sites are summed securely (`fedpax.secure_sums`).
+        secure_threshold: number of sites that have to stay until a secure sum is done. Default
+            None: one more than half of the sites that begin it.
+    """
+
+    min_sites: int = 2
+    round_seconds: float = 600.0
+    weights: str = "examples"
+    silent_after: float = 30.0
+    norm_factor: float | None = None
+    accept_if: str | None = None
+    secure_sums: bool = False
+    secure_threshold: int | None = None
+    down: str = WHOLE
+    up: str = WHOLE
+    missed_rounds: int = MOST_MISSED
+    clients_per_site: int = CLIENTS_PER_SITE
+
+    def check(self) -> None:
+        """Check the ranges."""
+        make_codec(self.down)
+        make_codec(self.up, "up")
+        if self.min_sites < 1:
+            raise ArgumentError(
+                f"min_sites={self.min_sites}, expected at least 1. Set for example --min_sites=2."
+            )
+        if self.missed_rounds < 1:
+            raise ArgumentError(
+                f"missed_rounds={self.missed_rounds}, expected at least 1. Set for example "
+                f"--missed_rounds={MOST_MISSED}."
+            )
+        if self.clients_per_site < 1:
+            raise ArgumentError(
+                f"clients_per_site={self.clients_per_site}, expected at least 1. Set for example "
+                f"--clients_per_site={CLIENTS_PER_SITE}."
+            )
+        if not re.fullmatch(r"examples|equal|capped:[1-9][0-9]{0,8}", self.weights):
+            raise ArgumentError(
+                f"weights={self.weights!r}, expected examples, equal or capped:N. Set for example "
+                "--weights=capped:1000."
+            )
+        if self.norm_factor is not None and not self.norm_factor > 0:
+            raise ArgumentError(
+                f"norm_factor={self.norm_factor}, expected a number above 0. Set for example "
+                "--norm_factor=3."
+            )
+        if self.secure_sums and (self.accept_if or self.norm_factor):
+            raise ArgumentError(
+                "secure_sums hides the replies of sites, and norm_factor and accept_if look at "
+                "each of them. Leave --secure_sums out, or the other two."
+            )
+        if self.secure_sums and self.up != WHOLE:
+            raise ArgumentError(
+                f"up={self.up!r} with secure_sums, whose terms are integers, expected "
+                f"up={WHOLE!r}. Leave --up out."
+            )
+        if self.secure_sums and self.min_sites < 3:
+            raise ArgumentError(
+                f"min_sites={self.min_sites} with secure_sums, expected at least 3: from a sum of "
+                "two sites each learns the other's update. Set for example --min_sites=3."
+            )
+        if self.accept_if:
+            parse_accept_if(self.accept_if)
+
+
+def weigh(cohort: Cohort, weights: str) -> Cohort:
+    """Set the weights of clients: "examples", "equal", or "capped:N"."""
+    counts = np.asarray(cohort.num_examples)
+    if weights == "equal":
+        return cohort._replace(num_examples=np.minimum(counts, 1))
+    if weights.startswith("capped:"):
+        return cohort._replace(num_examples=np.minimum(counts, int(weights.partition(":")[2])))
+    return cohort

@@ -28,7 +28,8 @@ from fedpax.populations.client_arrays import ContiguousClients
 
 def _table_batch(fields: Any) -> dict[str, Any]:
     names = [name for name in fields if name.startswith("x")]
-    x = np.stack([fields[name] for name in names], -1, dtype=np.float32, casting="same_kind")
+    columns = [np.ma.filled(fields[name], 0) for name in names]
+    x = np.stack(columns, -1, dtype=np.float32, casting="same_kind")
     return {"image": x, "label": fields["label"].astype(np.int32)}
 
 
@@ -36,6 +37,7 @@ class Files(Benchmark):
     clients: int = option(1_000_000, "clients of the Parquet file")
     examples: int = option(6, "rows of a client")
     numbers: int = option(9, "numbers of a row, the label included")
+    missing: int = option(0, "columns of which every fifth value is missing")
     cohort: int = option(1000, "clients of a round")
     repetitions: int = option(5, "measurements of each")
     folder: str | None = option(None, "where to write; default: a temporary folder")
@@ -134,6 +136,8 @@ class Files(Benchmark):
         # Of equal sizes: rounds of few clients would always have the largest one.
         users = np.random.default_rng(1).permutation(np.repeat(np.arange(clients), self.examples))
         names = np.char.add("u", users.astype(str))
+        for name in list(columns)[: self.missing]:
+            columns[name] = pa.array(columns[name], mask=np.arange(len(names)) % 5 == 0)
         parquet.write_table(pa.table({"user_id": names, **columns}), file)
 
     def _columns(self, rows: int) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def to_numpy(column: Any, *, masked: bool = False) -> NDArray[Any]:
     if not column.null_count:
         return np.ma.MaskedArray(_plain(column)) if masked else _plain(column)
     mask = np.asarray(column.is_null().to_numpy(zero_copy_only=False))
-    if column.null_count == len(column):
+    if column.null_count == len(column) and not is_scalar(column.type):
         text = not (pa.types.is_primitive(column.type) or pa.types.is_null(column.type))
         empty = np.full(len(column), None, object) if text else np.full(len(column), np.nan)
         return np.ma.MaskedArray(empty, mask=mask)
@@ -203,6 +203,13 @@ def is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
+def is_scalar(kind: pa.DataType) -> bool:
+    """Return whether NumPy has the values of a type: numbers, booleans, dates and durations."""
+    is_instant = pa.types.is_date(kind) or pa.types.is_timestamp(kind)
+    is_duration = pa.types.is_duration(kind)
+    return bool(is_number(kind) or pa.types.is_boolean(kind) or is_instant or is_duration)
+
+
 def check_client_type(kind: pa.DataType, client: str, name: str) -> None:
     """Raise an error for a column of clients that has lists or structs."""
     is_tensor = isinstance(kind, pa.BaseExtensionType)
@@ -260,9 +267,11 @@ def _nested(value: Any) -> Any:
 
 
 def _fill(array: Any) -> Any:
-    """Replace nulls by values that the mask hides: NaN among floats, else the first value."""
-    if pa.types.is_floating(array.type):
-        return pc.fill_null(array, pa.scalar(np.nan, array.type))
+    """Replace nulls by values that the mask hides: NaN, 0 or False, else the first value."""
+    if is_scalar(array.type):
+        is_boolean, is_float = pa.types.is_boolean(array.type), pa.types.is_floating(array.type)
+        hidden = np.nan if is_float else False if is_boolean else 0
+        return pc.fill_null(array, pa.scalar(hidden, array.type))
     valid = np.asarray(array.is_valid().to_numpy(zero_copy_only=False))
     return array.take(np.where(valid, np.arange(len(array)), np.argmax(valid)))
 

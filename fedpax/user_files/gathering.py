@@ -2,8 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -115,33 +115,62 @@ class ColumnGatherer:
         return to_numpy(together, masked=self._masked)[rows.back]
 
 
-class RecordGatherer:
-    """A column of numbers in the records of a prepared folder, or of each of its shards."""
+class Records(NamedTuple):
+    """The scalars of examples side by side, of a prepared folder or of one of its shards."""
 
-    def __init__(self, records: Sequence[NDArray[Any]], name: str) -> None:
-        fields: Any = records[0].dtype.fields
-        self._dtype: np.dtype[Any] = fields[name][0]
-        self._first = fields[name][1] // self._dtype.itemsize
-        self._step = records[0].itemsize // self._dtype.itemsize
-        self._values = [np.asarray(part).view(self._dtype) for part in records]
+    rows: NDArray[Any]  # a structured array `[examples]`, in a memory map
+    missing: Mapping[str, int]  # the byte of a record that is 1 if a column's value is missing
 
-    def gather(self, rows: Rows, memory: ReusedMemory) -> NDArray[Any]:
-        """Return the values of rows, which are divided by shard."""
-        values = memory.empty((rows.count,), self._dtype)
-        if len(self._values) == 1:
-            return self._take(0, rows.within, values)
-        in_order = np.empty_like(values)
-        for shard, part, within in rows.by_batch:
-            self._take(shard, within, in_order[part])
-        values[rows.order] = in_order
-        return values
 
-    def _take(
-        self, shard: int, within: Int64[np.ndarray, " rows"], out: NDArray[Any]
-    ) -> NDArray[Any]:
+class _Field:
+    """A field of records."""
+
+    def __init__(self, rows: NDArray[Any], kind: np.dtype[Any], offset: int) -> None:
+        self._values = np.asarray(rows).view(kind)
+        self._first, self._step = offset // kind.itemsize, rows.itemsize // kind.itemsize
+
+    def take(self, within: Int64[np.ndarray, " rows"], out: NDArray[Any]) -> None:
         places = self._step * within
         places += self._first
-        return self._values[shard].take(places, 0, out, "clip")
+        self._values.take(places, 0, out, "clip")
+
+
+class RecordGatherer:
+    """A column of scalars in the records of a prepared folder, or of each of its shards."""
+
+    def __init__(self, records: Sequence[Records], name: str) -> None:
+        fields: Any = [part.rows.dtype.fields for part in records]
+        self._dtype: np.dtype[Any] = fields[0][name][0]
+        self._values = [
+            _Field(part.rows, *field[name][:2]) for part, field in zip(records, fields, strict=True)
+        ]
+        self._missing = [
+            _Field(part.rows, np.dtype(np.bool_), part.missing[name])
+            if name in part.missing
+            else None
+            for part in records
+        ]
+
+    def gather(self, rows: Rows, memory: ReusedMemory) -> NDArray[Any]:
+        """Return the values of rows, which are divided by shard; masked if some are missing."""
+        values = _take(self._values, rows, memory.empty((rows.count,), self._dtype))
+        if not any(self._missing):
+            return values
+        mask = _take(self._missing, rows, np.zeros(rows.count, np.bool_))
+        return np.ma.MaskedArray(values, mask if mask.any() else np.ma.nomask)
+
+
+def _take(fields: Sequence[_Field | None], rows: Rows, out: NDArray[Any]) -> NDArray[Any]:
+    """Write a field of rows, each in the records of its shard."""
+    if len(fields) == 1 and fields[0] is not None:
+        fields[0].take(rows.within, out)
+        return out
+    in_order = np.zeros_like(out)
+    for shard, part, within in rows.by_batch:
+        if (field := fields[shard]) is not None:
+            field.take(within, in_order[part])
+    out[rows.order] = in_order
+    return out
 
 
 def _view_together(chunks: Sequence[Any], views: Sequence[NDArray[Any]]) -> "_MappedRows | None":

@@ -2,7 +2,7 @@
 
 examples.arrow   Arrow IPC; a client's examples are in one batch unless they exceed it
 clients.arrow    Arrow IPC; each client's name and first example
-records.bin      if clients are small: the numbers of each example side by side, as in `records.py`
+records.bin      if clients are small: the scalars of each example side by side
 prepared.json    what was prepared, how many examples and clients; written last
 
 A job on many machines writes shards, each such a folder, beside a prepared.json that names them in
@@ -25,9 +25,10 @@ from pyarrow import ipc
 from fedpax.errors import ArgumentError
 from fedpax.files import read_json
 from fedpax.path_patterns import expand_home
-from fedpax.user_files.columns import is_number, numpy_dtype, to_numpy
+from fedpax.user_files.columns import is_scalar, numpy_dtype, to_numpy
 from fedpax.user_files.finding import is_url
 from fedpax.user_files.folders import PREPARED
+from fedpax.user_files.gathering import Records
 from fedpax.user_files.table_source import ClientNames, TableSource
 
 EXAMPLES, CLIENTS = "examples.arrow", "clients.arrow"
@@ -78,7 +79,7 @@ def write_prepared(
         with ipc.new_file(str(folder / CLIENTS), clients.schema) as writer:
             writer.write_table(clients)
         records = write_records(folder, _map(folder / EXAMPLES), len(names))
-        about = {**about, "num_clients": len(names), **({"records": records} if records else {})}
+        about = {**about, "num_clients": len(names), **({_COLUMNS: records} if records else {})}
     (folder / PREPARED).write_text(encode_about({**about, "num_examples": rows}), encoding="utf-8")
 
 
@@ -154,7 +155,7 @@ class _Part(NamedTuple):
     table: pa.Table
     starts: Any  # the first example of each client. None: there are no clients
     names: Any
-    records: list[Any]  # arrays, one for each shard. Empty: there are none
+    records: list[Records]  # of each shard. Empty: there are none
 
 
 def _read_about(folder: Path) -> dict[str, Any]:
@@ -168,7 +169,9 @@ def _open_part(folder: Path, about: dict[str, Any]) -> _Part:
     try:
         table = _map(folder / EXAMPLES)
         starts = names = None
-        records = [open_records(folder, table, about["records"])] if "records" in about else []
+        # Earlier folders have "records", the names of columns without missing values.
+        columns = about.get(_COLUMNS, dict.fromkeys(about.get("records", ()), False))
+        records = [open_records(folder, table, columns)] if columns else []
         if about["client"] is not None:
             clients = _map(folder / CLIENTS)
             starts, names = clients["start"].to_numpy(), clients["name"]
@@ -205,10 +208,8 @@ def _open_shards(folder: Path, about: dict[str, Any]) -> _Part:
         before = np.cumsum([0, *(len(part.table) for part in parts[:-1])])
         starts = np.concatenate([n + part.starts for n, part in zip(before, parts, strict=True)])
         clients = pa.chunked_array([c for p in parts for c in p.names.chunks])
-        records = [array for part in parts for array in part.records]
-        # A column with missing values in some shards is in the records of the others alone.
-        alike = len(records) == len(parts) and len({array.dtype for array in records}) == 1
-        return _Part(table, starts, clients, records if alike else [])
+        records = [records for part in parts for records in part.records]
+        return _Part(table, starts, clients, records if len(records) == len(parts) else [])
     except (pa.ArrowException, ValueError) as error:
         raise _damaged(folder, str(error)) from error
 
@@ -229,58 +230,75 @@ def _map(path: Path) -> pa.Table:
     return ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
-# Records: the numbers of an example side by side, beside the columns of a prepared folder.
+# Records: the numbers, booleans and dates of an example side by side, and then a byte for each
+# column that misses values, 1 where it does.
 #
 # A small client has a few bytes of each column. The columns of its examples are on different pages,
 # and its records on one: a round of a large population misses the caches once a client, not once a
 # client and column.
 RECORDS = "records.bin"
+_COLUMNS = "columns_of_records"  # in prepared.json: whether a column misses values, by name
 _MOST_ROWS = 64  # of a client on average: larger clients are read as fast from columns
 _CACHED_ROWS = 1 << 12  # whose columns are in the cache while they are divided
 _HUGE_PAGE = 1 << 21  # Linux maps a file by these pages where whole ones were written at once
 _ALIGNMENT = 8  # bytes of the largest numbers
 
 
-def write_records(folder: Path, table: pa.Table, num_clients: int) -> list[str]:
-    """Write the columns of numbers as records, and return their names; none for large clients."""
-    names = [
-        name
+def write_records(folder: Path, table: pa.Table, num_clients: int) -> dict[str, bool]:
+    """Write the columns of scalars as records; return which of them miss values.
+
+    None is written for large clients.
+    """
+    columns = {
+        name: column.null_count > 0
         for name, column in zip(table.column_names, table.columns, strict=True)
-        if is_number(column.type) and not column.null_count
-    ]
-    if len(names) < 2 or table.num_rows > _MOST_ROWS * num_clients:
-        return []
-    record = _record(table.schema, names)
+        if is_scalar(column.type)
+    }
+    if len(columns) < 2 or table.num_rows > _MOST_ROWS * num_clients:
+        return {}
+    record, missing = _record(table.schema, columns)
     block = np.zeros(_HUGE_PAGE // (record.itemsize & -record.itemsize), record)
+    in_bytes = block.view(np.bool_).reshape(len(block), record.itemsize)
     with (folder / RECORDS).open("wb") as file:
         for begin in range(0, len(table), len(block)):
             rows = table.slice(begin, len(block))
             for at in range(0, len(rows), _CACHED_ROWS):
                 some = rows.slice(at, _CACHED_ROWS)
-                for name in names:
-                    block[name][at : at + len(some)] = to_numpy(some.column(name))
-            file.write(block[: len(rows)].data)
-    return names
+                for name in columns:
+                    values = to_numpy(some.column(name))
+                    block[name][at : at + len(some)] = np.ma.getdata(values)
+                    if name in missing:
+                        mask = np.ma.getmaskarray(values)
+                        in_bytes[at : at + len(some), missing[name]] = mask
+            file.write(in_bytes[: len(rows)].data)
+    return columns
 
 
-def open_records(folder: Path, table: pa.Table, names: list[str]) -> NDArray[Any]:
-    """Map the records of a table's columns, a structured array `[examples]`."""
-    records: NDArray[Any] = np.memmap(folder / RECORDS, _record(table.schema, names), "r")
-    if len(records) != len(table):
-        raise ArgumentError(f"{RECORDS} has {len(records)} examples, expected {len(table)}")
-    return records
+def open_records(folder: Path, table: pa.Table, columns: dict[str, bool]) -> Records:
+    """Map the records of a table's columns."""
+    record, missing = _record(table.schema, columns)
+    rows: NDArray[Any] = np.memmap(folder / RECORDS, record, "r")
+    if len(rows) != len(table):
+        raise ArgumentError(f"{RECORDS} has {len(rows)} examples, expected {len(table)}")
+    return Records(rows, missing)
 
 
-def _record(schema: pa.Schema, names: list[str]) -> np.dtype[Any]:
-    """Return the type of a record, in which every number is at a multiple of its size."""
-    kinds = {name: numpy_dtype(schema.field(name).type) for name in names}
-    names = sorted(names, key=lambda name: -kinds[name].itemsize)
-    ends = np.cumsum([kinds[name].itemsize for name in names])
-    return np.dtype(
+def _record(schema: pa.Schema, columns: dict[str, bool]) -> tuple[np.dtype[Any], dict[str, int]]:
+    """Return the type of a record, in which every number is at a multiple of its size.
+
+    Beside it: the byte that tells whether a value is missing, by column.
+    """
+    kinds = {name: numpy_dtype(schema.field(name).type) for name in columns}
+    names = sorted(kinds, key=lambda name: -kinds[name].itemsize)
+    offsets = [0, *np.cumsum([kinds[name].itemsize for name in names]).tolist()]
+    optional = [name for name in names if columns[name]]
+    size = offsets.pop() + len(optional)
+    record = np.dtype(
         {
             "names": names,
             "formats": [kinds[name] for name in names],
-            "offsets": [0, *ends[:-1].tolist()],
-            "itemsize": -(-int(ends[-1]) // _ALIGNMENT) * _ALIGNMENT,
+            "offsets": offsets,
+            "itemsize": -(-size // _ALIGNMENT) * _ALIGNMENT,
         }
     )
+    return record, {name: size - len(optional) + k for k, name in enumerate(optional)}

@@ -17,7 +17,7 @@ from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.sources.aligned_arrays import ReusedMemory
 from fedpax.sources.source import Source, Starts
 from fedpax.user_files.columns import to_numpy
-from fedpax.user_files.gathering import ColumnGatherer, RecordGatherer, Rows
+from fedpax.user_files.gathering import ColumnGatherer, RecordGatherer, Records, Rows
 
 
 class TableSource(Source):
@@ -45,7 +45,7 @@ class TableSource(Source):
         client_starts: Starts | None = None,
         client_names: Sequence[Any] | None = None,
         label: str | None = None,
-        records: Sequence[NDArray[Any]] = (),
+        records: Sequence[Records] = (),
     ) -> None:
         super().__init__(name, folder, table, client_starts)
         self.table = table
@@ -112,7 +112,7 @@ class TableSource(Source):
             positions = self._check(indices)
             in_batches = functools.cache(lambda: Rows(positions, self._ends))
             in_records = functools.cache(
-                lambda: Rows(positions, np.cumsum([len(part) for part in self._records]))
+                lambda: Rows(positions, np.cumsum([len(part.rows) for part in self._records]))
             )
 
             def gather(name: str) -> NDArray[Any]:
@@ -194,7 +194,7 @@ class TableSource(Source):
 
     def _gatherer(self, field: str) -> ColumnGatherer | RecordGatherer:
         if field not in self._gatherers:
-            if self._records and field in (self._records[0].dtype.names or ()):
+            if self._records and all(field in part.rows.dtype.fields for part in self._records):
                 self._gatherers[field] = RecordGatherer(self._records, field)
                 return self._gatherers[field]
             chunks = [batch.column(field) for batch in self._batches]

@@ -358,38 +358,3 @@ def test_rows_of_many_batches_are_gathered_at_once(
     for name, values in columns.items():
         assert taken[name].dtype == values.dtype
         np.testing.assert_array_equal(taken[name], values[order][chosen])
-
-
-def test_numbers_of_small_clients_are_read_side_by_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng = np.random.default_rng(7)
-    table = pa.table(
-        {
-            "user": rng.integers(0, 200, 5000),
-            "": rng.integers(0, 99, 5000).astype(np.int8),
-            "é": rng.normal(size=5000).astype(np.float32),
-            "x": rng.normal(size=5000),
-            "holes": pa.array(rng.normal(size=5000), mask=rng.random(5000) < 0.5),
-        }
-    )
-    path = write_arrow(table, tmp_path / "a.arrow")
-    source = prepare(path, tmp_path / "out", client="user", columns=["", "é", "x", "holes"]).source
-    small = source.select(["é", "holes"])
-    rows = rng.integers(0, 5000, 900)
-    expected = load(path, client="user").take(rows)
-    expected = {name: expected[name] for name in source.fields}
-    np.testing.assert_array_equal(small.take(rows)["holes"], expected["holes"])
-    monkeypatch.setattr("fedpax.user_files.gathering.ColumnGatherer.gather", None)
-    for opened in (source, small, load(tmp_path / "out")):
-        for name in {*opened.fields} - {"holes"}:
-            values = opened.take(rows)[name]
-            assert values.dtype == expected[name].dtype and values.flags.c_contiguous
-            np.testing.assert_array_equal(values, expected[name])
-    file = tmp_path / "out" / "records.bin"
-    assert file.stat().st_size == 5000 * 24  # of 8 + 8 + 4 + 1 bytes
-    content = file.read_bytes()
-    for damaged in (content[:-24], content + b"0" * 24, content[:-1], b""):
-        file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"out is damaged: .*prepare it again"):
-            load(tmp_path / "out")

@@ -292,9 +292,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
-# Imports the module of an experiment of one's own, and imports it again when it was edited.
+# ---- import the module of a user's experiment, and import it again when it was edited
 #
 # A notebook's kernel runs many commands in one process. Python itself imports a module once.
+
+
 class _Imports(NamedTuple):
     """The modules of a folder that experiments have imported."""
 

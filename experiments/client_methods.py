@@ -278,7 +278,8 @@ def _self_tuning_fedavg(  # noqa: D417, --help shows the arguments that it state
     return algorithms.self_tuning(make_fedavg, start, loss_fn, chunk_size=chunk_size)
 
 
-# The clients' own models of methods for personal models.
+# ---- the clients' own models of methods for personal models
+
 PersonalModels = Callable[[Any, LossFn, float, Any, Cohort], Params]
 """`(settings of a method, loss_fn, learning rate, state, cohort) -> models [clients, ...]`."""
 

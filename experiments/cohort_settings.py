@@ -161,7 +161,9 @@ class ServerConfig(CheckedConfig):
                 return server_yogi(self.learning_rate, b1=self.b1, b2=self.b2, tau=self.tau)
 
 
-# The mesh of an experiment with clients: the largest axis of devices that divides the cohort.
+# ---- the mesh of an experiment with clients: the largest axis of devices that divides the cohort
+
+
 class _WithCohort(Protocol):
     """The fields that `OnClientsMesh` reads."""
 

@@ -115,7 +115,8 @@ def fedyogi_shakespeare() -> FedAvgCharacters:
     )
 
 
-# Texts as rows of characters from a fixed vocabulary, to predict the next character.
+# ---- texts as rows of characters from a fixed vocabulary, to predict the next character
+
 SHAKESPEARE_CHARACTERS = bytes(
     sorted((string.ascii_letters + string.digits + "\n\r !\"#$%&'()*,-./:;?@[]_").encode())
 )

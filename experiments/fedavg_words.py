@@ -236,7 +236,8 @@ def fedyogi_stackoverflow() -> FedAvgWords:
     return dataclasses.replace(base, server=dataclasses.replace(base.server, optimizer="yogi"))
 
 
-# Sentences as rows of words from a fixed vocabulary, to predict the next word.
+# ---- sentences as rows of words from a fixed vocabulary, to predict the next word
+
 NUM_SPECIAL = 4
 """Numbers beside the words' numbers: padding, unknown word, begin and end of a sentence."""
 

@@ -122,7 +122,8 @@ def _each(
     }
 
 
-# Groups of experiments: the aggregators, each with FedAvg on the same problem.
+# ---- groups of experiments: the aggregators, each with FedAvg on the same problem
+
 AGGREGATORS: Mapping[str, AggregatorConfig] = {
     "mean": aggregator("mean"),
     "clipped_mean": aggregator("clipped_mean", quantile=0.5),

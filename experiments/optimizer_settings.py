@@ -166,7 +166,9 @@ def muon_dimension_numbers(logical_axes: chex.ArrayTree | None) -> chex.ArrayTre
     return jax.tree.map(dimension_numbers, logical_axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-# Learning rate schedules that optax does not have: warmup-stable-decay, and warm restarts.
+# ---- learning rate schedules that optax does not have: warmup-stable-decay, and warm restarts
+
+
 def stable_decay(
     peak: float, final: float, *, stable_steps: int, decay_steps: int
 ) -> optax.Schedule:

@@ -134,7 +134,9 @@ def arrivals_aggregator(
     return without_epsilon(checked)  # it would be averaged over the combinations of a round
 
 
-# Delayed Nesterov: momentum that is updated once in several arrivals.
+# ---- delayed Nesterov: momentum that is updated once in several arrivals
+
+
 class DelayedNesterovState(NamedTuple):
     """The state of delayed Nesterov."""
 
@@ -248,7 +250,8 @@ def check_delayed_nesterov(method: str, name: str, server: DelayedNesterov) -> N
     )
 
 
-# Factors of stale updates.
+# ---- factors of stale updates
+
 StalenessFn: TypeAlias = Callable[[Float[Array, ""]], Float[Array, ""]]
 """The factor of an update by its staleness: `float32 scalar -> float32 scalar`."""
 
@@ -302,7 +305,9 @@ def hinge_staleness(slope: float, free: float) -> StalenessFn:
     return lambda staleness: 1.0 / (slope * jnp.maximum(staleness - free, 0.0) + 1.0)
 
 
-# The last versions of the server's model, from which stale participants have started.
+# ---- the last versions of the server's model, from which stale participants have started
+
+
 class History(NamedTuple):
     """The last versions of a model, in a ring buffer."""
 

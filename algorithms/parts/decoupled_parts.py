@@ -143,7 +143,9 @@ def decoupled_diloco_parts(
     )
 
 
-# The radial-directional mean: directions and norms of updates, averaged separately.
+# ---- the radial-directional mean: directions and norms of updates, averaged separately
+
+
 def is_embedding(path: str) -> bool:
     """Return whether a parameter's path names an embedding, by the letters "embed"."""
     return "embed" in path.lower()

@@ -281,7 +281,8 @@ def _replace(leaf: jax.Array, rows: slice, offset: int | jax.Array, new: jax.Arr
     return jnp.where(pad(jnp.ones_like(new, dtype=bool)), pad(new), leaf)
 
 
-# The server's part of methods that synchronize a model fragment by fragment.
+# ---- the server's part of methods that synchronize a model fragment by fragment
+
 State = TypeVar("State", bound=Any)
 
 

@@ -126,7 +126,8 @@ def average_total(total: InnerReport) -> InnerReport:
     return InnerReport(jax.tree.map(lambda m: m / steps, total.metrics), total.num_steps)
 
 
-# States of participants that stay finite beside an aggregator that leaves participants out.
+# ---- states of participants that stay finite beside an aggregator that leaves participants out
+
 Tree = TypeVar("Tree", bound=chex.ArrayTree)
 
 
@@ -178,7 +179,8 @@ def finite_weights(values: chex.ArrayTree, weights: Weights) -> Num[Array, " n"]
     return federated_map(of_finite, values, weights)
 
 
-# Parameters that a client optimizer never moves: they are not sent, and get no noise.
+# ---- parameters that a client optimizer never moves: they are not sent, and get no noise
+
 # Raised by an optimizer whose update takes further arguments, or whose masks and labels belong to
 # other parameters. Other errors are defects in its code.
 UNSUITABLE = (TypeError, ValueError, LookupError, AttributeError)

@@ -169,7 +169,6 @@ def _float_mean(values: jax.Array) -> jax.Array:
     return jnp.mean(values.astype(jnp.float32))
 
 
-# A participant's loss and gradient at a fixed model, over all its batches.
 def local_metrics(
     loss_fn: LossFn,
     params: Params,
@@ -228,7 +227,6 @@ def mean_of(total: Params, count: Num[Array, ""], like: Params) -> Params:
     return jax.tree.map(lambda t, p: (t / divisor).astype(p.dtype), total, like)
 
 
-# One step of an optimizer, in the dtypes of its state.
 def optimizer_step(
     optimizer: optax.GradientTransformation,
     gradient: Params,
@@ -257,9 +255,11 @@ def _like(new: Any, old: Any) -> Any:
     return new if jnp.result_type(new) == dtype else jnp.asarray(new).astype(dtype)
 
 
-# Terms that methods add to the gradients of local steps, as optax transformations; SGD's rate.
+# ---- terms that methods add to the gradients of local steps, as optax transformations; SGD's rate
 #
 # Chain one in front of the client optimizer: `optax.chain(proximal_term(mu, x), client_optimizer)`.
+
+
 def added_term(term: Params) -> optax.GradientTransformation:
     """Add a constant to each gradient: `g + term`."""
     return optax.stateless(lambda gradient, params: optax.tree.add(gradient, term))

@@ -112,7 +112,6 @@ def _check_shares(weights: Num[Array, " models"]) -> None:
         )
 
 
-# Exchange placed values between participants directly, without a reduction.
 def permute_islands(
     values: chex.ArrayTree,
     choices: Sequence[Sequence[int]],

@@ -161,7 +161,8 @@ def participant_weights(cohort: Cohort) -> Weights:
     return federated_map(weight, valid, weights)
 
 
-# The mean of the participants' metrics, beside an aggregator that may leave participants out.
+# ---- the mean of the participants' metrics, beside an aggregator that may leave participants out
+
 NON_FINITE_PARTICIPANTS = "non_finite_participants"
 
 
@@ -213,7 +214,6 @@ def mean_metrics(metrics: Metrics, weights: Weights, aggregator: Aggregator) -> 
     return means | {NON_FINITE_PARTICIPANTS: count}
 
 
-# The map over a cohort's clients, whose derivative does not store their local steps.
 def rematerialized_map(
     fn: Callable[..., chex.ArrayTree], *args: chex.ArrayTree, chunk_size: ChunkSize
 ) -> chex.ArrayTree:

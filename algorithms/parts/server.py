@@ -143,7 +143,6 @@ def given_aggregator(
     return checked if optimizer is None else without_frozen_leaves(checked, optimizer)
 
 
-# An aggregator whose result is checked when a round is traced.
 def checked_aggregator(aggregator: Aggregator) -> Aggregator:
     """Return an aggregator that checks what `aggregate` returns, by types and shapes alone."""
 

@@ -115,7 +115,6 @@ def measure_clients(
     return regression_by_client(in_units(outputs[:, 0]), in_units(labels), clients)
 
 
-# The held-out examples of users' files by client, for an evaluation in batch jobs.
 def heldout_of_files(
     opened: OpenFiles,
     names: Sequence[str],
@@ -196,7 +195,9 @@ def _finish_regression(scale: float, means: Mapping[str, Any]) -> dict[str, Any]
     return {"loss": loss, "rmse": np.sqrt(loss) * scale, "r2": 1 - loss / known}
 
 
-# Held-out texts: the split that every run evaluates on, and further data sets by name.
+# ---- held-out texts: the split that every run evaluates on, and further data sets by name
+
+
 class HeldoutSet(NamedTuple):
     """A data set to evaluate on beside the run's own."""
 

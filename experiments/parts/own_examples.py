@@ -122,7 +122,8 @@ class OwnExamples:
         return cohort, {**heldout, "mask": mask.astype(np.float32)}
 
 
-# table.json: the label and the columns of a model, saved when its run begins.
+# ---- table.json: the label and the columns of a model, saved when its run begins
+
 INPUTS = "table.json"
 """The file's name, in the folder of a run and of an exported model."""
 
@@ -177,7 +178,8 @@ def _settings(data: FilesConfig) -> dict[str, Any]:
     return {n: list(value) if isinstance(value, tuple) else value for n, value in settings.items()}
 
 
-# Runs of methods for personal models: models for clusters, and the evaluation of own models.
+# ---- runs of methods for personal models: models for clusters, and the evaluation of own models
+
 _EXAMPLES = "number of examples"
 
 

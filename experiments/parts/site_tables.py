@@ -262,7 +262,9 @@ def _from_json(fields: Json) -> Scaling:
     return Scaling(np.array(center), np.array(half), low, high, factor)
 
 
-# Client experiments over sites: a site's clients among the clients of all sites.
+# ---- client experiments over sites: a site's clients among the clients of all sites
+
+
 class OverSites:
     """An experiment over sites that agree on nothing before the first round, by default."""
 

@@ -143,7 +143,8 @@ def _add_entry(path: Path, name: str, value: str | int) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-# The parameters that an experiment trains: a whole transformer, or adapters of a frozen one.
+# ---- the parameters that an experiment trains: a whole transformer, or adapters of a frozen one
+
 NO_ADAPTERS = LoRAConfig(rank=0)
 
 Evaluation = TypeVar("Evaluation")

@@ -118,7 +118,9 @@ def without_state(
     )
 
 
-# Weights of 0, which mark absent participants.
+# ---- weights of 0, which mark absent participants
+
+
 def num_participants() -> int:
     """Return the number of participants whose updates are aggregated. Inside a program."""
     return resolve_placement("aggregate", None).placement.size
@@ -150,7 +152,9 @@ def select(
     )
 
 
-# Checks and weights of updates that are encoded before they are averaged.
+# ---- checks and weights of updates that are encoded before they are averaged
+
+
 def check_floats(function: str, updates: chex.ArrayTree) -> None:
     """Check that updates are arrays of floats."""
     for path, leaf in jax.tree.leaves_with_path(updates):
@@ -171,7 +175,8 @@ def normalized_weights(weights: Num[Array, " participants"]) -> Float[Array, " p
     return federated_map(lambda w: w.astype(jnp.float32) * scale, weights)
 
 
-# Chains of transformations that end in an aggregator.
+# ---- chains of transformations that end in an aggregator
+
 AggregatorTransformation: TypeAlias = Callable[[Aggregator], Aggregator]
 """A function from an aggregator to another one, such as `clip_by_norm(1.0)`.
 

@@ -134,7 +134,9 @@ def _coordinate_mean(
     return without_state(combine, robust=True)
 
 
-# A sorting network: sorts the participants' values of all coordinates by whole rows.
+# ---- a sorting network: sorts the participants' values of all coordinates by whole rows
+
+
 def sort_rows(x: Float[Array, "participants ..."]) -> Float[Array, "participants ..."]:
     """Sort each coordinate over the participants, in ascending order."""
     # On a CPU, XLA sorts one coordinate after another, with a call for each comparison. A bitonic

@@ -127,7 +127,6 @@ def krum_order(
     return jnp.lexsort((sum_of_nearest(count + 1), sum_of_nearest(count), ~here))
 
 
-# Bulyan: a selection by Krum, then a trimmed mean of each coordinate around its median.
 def bulyan(num_byzantine: int) -> Aggregator:
     """Select updates by Krum, and average each coordinate over the values next to its median.
 

@@ -300,7 +300,8 @@ def _import_dp_accounting() -> Any:
     return dp_accounting
 
 
-# Epsilon after some rounds of discrete Gaussian noise, inside a program and outside.
+# ---- epsilon after some rounds of discrete Gaussian noise, inside a program and outside
+
 # Around the order that is best if it is large.
 _FACTORS = [2 ** (k / 20) for k in range(-60, 61)]
 

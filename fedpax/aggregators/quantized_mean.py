@@ -207,7 +207,8 @@ def _best_step(num_levels: int) -> float:
     return (low + high) / 2
 
 
-# Pack the integer codes of a leaf into 32-bit words whose sums are the sums of the codes.
+# ---- pack the integer codes of a leaf into 32-bit words whose sums are the sums of the codes
+
 WORD = 2**32
 
 

@@ -104,7 +104,9 @@ def round_key(seed: int, purpose: str, round_number: Int[Array, ""]) -> jax.Arra
     return jax.random.fold_in(in_stream(key), round_number)
 
 
-# Random words by a hash of their indices, for masks, stochastic rounding and noise.
+# ---- random words by a hash of their indices, for masks, stochastic rounding and noise
+
+
 def random_words(
     key: Key[Array, ""], shape: tuple[int, ...], sharding: P | None = None
 ) -> UInt32[Array, "..."]:

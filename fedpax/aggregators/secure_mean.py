@@ -239,7 +239,8 @@ def check_sum(function: str, participants: int, largest: int) -> None:
         )
 
 
-# Masks of secure aggregation, which cancel in an integer sum modulo 2^32.
+# ---- masks of secure aggregation, which cancel in an integer sum modulo 2^32
+
 Leaves = Sequence[UInt32[Array, "..."]]
 
 
@@ -335,7 +336,9 @@ def _add(x: Leaves, y: Leaves) -> list[jax.Array]:
     return [a + b for a, b in zip(x, y, strict=True)]
 
 
-# Floats as integers whose sums are exact: the numbers of secure aggregation.
+# ---- floats as integers whose sums are exact: the numbers of secure aggregation
+
+
 class FixedPoint(NamedTuple):
     """Multiples of `step = max_value / largest`, with `largest = 2^(bits - 1) - 1`.
 

@@ -49,7 +49,8 @@ def mark_server(values: chex.ArrayTree) -> chex.ArrayTree:
     return jax.tree.map(lambda x: checkpoint_name(x, SERVER), values)
 
 
-# Let a method compute while the two transfers of an aggregator are under way.
+# ---- let a method compute while the two transfers of an aggregator are under way
+
 TransferWork: TypeAlias = Callable[[chex.ArrayTree, float], chex.ArrayTree]
 
 _work: contextvars.ContextVar[TransferWork | None] = contextvars.ContextVar("work", default=None)

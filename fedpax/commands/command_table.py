@@ -263,7 +263,6 @@ COMMANDS = {
 """The commands, in the order of `fedpax --help`."""
 
 
-# The help of one command: its part of `fedpax --help`.
 def help_of(command: str) -> str:
     """Return the usage of a command and the description of its flags.
 

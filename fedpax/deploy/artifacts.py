@@ -256,7 +256,8 @@ def _described(values: Iterable[Value | Noise]) -> list[dict[str, Any]]:
     return [{**v._asdict(), "shape": list(v.shape), "dtype": str(v.dtype)} for v in values]
 
 
-# A report on exported stages.
+# ---- a report on exported stages
+
 _CUSTOM_CALL = re.compile(r"stablehlo\.custom_call @([\w.$-]+)")
 
 

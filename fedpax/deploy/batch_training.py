@@ -248,7 +248,8 @@ class _BatchLoop:
         self.clock.mark_checkpoint(self.done)
 
 
-# Evaluation by an engine for batch jobs: held-out examples are read where they are evaluated.
+# ---- evaluation by an engine for batch jobs: held-out examples are read where they are evaluated
+
 NEW = "new_clients/"
 """Before the names of metrics on clients that are held out with all their examples."""
 

@@ -130,7 +130,9 @@ def _run(
         reply = merged, [jnp.stack(rows) for rows in zip(*shown, strict=True)], list(answers)
 
 
-# Participants in processes of their own: each has its values alone, and runs exported stages.
+# ---- participants in processes of their own: each has its values alone, and runs exported stages
+
+
 class ParticipantProcessError(FedpaxError):
     """A process of participants has ended; its error is on stderr."""
 
@@ -250,7 +252,9 @@ if __name__ == "__main__":
         serve(opened)
 
 
-# Rounds on this machine whose participants' data are read chunk by chunk (`out_of_core`).
+# ---- rounds on this machine whose participants' data are read chunk by chunk (`out_of_core`)
+
+
 def run_out_of_core(
     program: Callable[..., Any],
     *args: Any,

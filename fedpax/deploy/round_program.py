@@ -217,7 +217,9 @@ def _sha256(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-# The program of an experiment, for engines whose participants have data of their own.
+# ---- the program of an experiment, for engines whose participants have data of their own
+
+
 def pack_experiment(experiment: Experiment, run: Run) -> str:
     """Export the round of an experiment as the text of a program (`pack_program`)."""
     if run.frozen is not None or run.initial is not None or run.cohort_shapes is None:

@@ -259,7 +259,6 @@ def _free_port() -> int:
         return free.getsockname()[1]
 
 
-# The training process of a host in an elastic job, which ends when its supervisor ends.
 class TrainingProcess:
     """The training process of a supervisor: `fedpax train` with these arguments and variables."""
 

@@ -168,7 +168,8 @@ def _operand_shapes(
     return tuple(array for array in arrays if not array.startswith("token"))
 
 
-# The groups of devices of a collective, as positions in a mesh, read from its line of HLO.
+# ---- the groups of devices of a collective, as positions in a mesh, read from its line of HLO
+
 Groups = tuple[tuple[int, ...], ...]
 
 

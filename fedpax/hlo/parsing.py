@@ -119,7 +119,9 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-# Shapes as HLO writes them, such as "f32[64,512]{1,0}": their arrays, dimensions and bytes.
+# ---- shapes as HLO writes them, such as "f32[64,512]{1,0}": their arrays, dimensions and bytes
+
+
 def arrays(shape: str) -> list[str]:
     """Split the shape of a tuple into its arrays, with their layouts."""
     return re.findall(r"\w+\[[\d,<=]*\](?:\{[^}]*\})?", shape)

@@ -50,7 +50,8 @@ def tokens_per_step(run: Run, parts: AlgorithmParts, num_fragments: int) -> floa
     return run.items_per_round / parts.islands / (parts.steps_per_sync * num_fragments)
 
 
-# The identity of an island's data, equal for all islands of a run, which divide one corpus.
+# ---- the identity of an island's data, equal for all islands of a run, which divide one corpus
+
 MAX_DATA_SETS = 1000
 
 
@@ -86,7 +87,8 @@ def _short(text: str) -> str:
     return f"sha256 {hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()}"
 
 
-# The format of a fragment on the wire: float32 outer parameters, and updates of a codec.
+# ---- the format of a fragment on the wire: float32 outer parameters, and updates of a codec
+
 SEED = 0
 """Seed of the codec's random keys, which island and syncer share."""
 

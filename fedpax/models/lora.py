@@ -273,7 +273,6 @@ def _replace(
     }
 
 
-# A weight with a low-rank adapter, in place of the weight among a model's parameters.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdaptedWeight:

@@ -271,7 +271,6 @@ def _mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
     return total / jnp.where(weight > 0, weight, 1)
 
 
-# Gradient accumulation: the loss of a batch, computed one microbatch at a time.
 def accumulate_gradients(loss_fn: ModelLoss, grad_accum_steps: int) -> ModelLoss:
     """Split the batch of a loss into microbatches that run one after another.
 

@@ -93,7 +93,6 @@ def _gathered(
     return constrain(value.astype(dtype), [None if name == "embed" else name for name in names])
 
 
-# RMSNorm: the normalization of the transformer's layers, queries and keys.
 class RMSNorm(nnx.Module):
     """Root mean square normalization: x / sqrt(mean(x^2) + epsilon) * scale."""
 

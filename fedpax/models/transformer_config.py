@@ -235,7 +235,7 @@ def _options(config: TransformerConfig) -> list[tuple[str, Any, tuple[Any, ...]]
     ]
 
 
-# Model FLOPs utilization (MFU): the fraction of the chips' peak FLOP/s that the model uses.
+# ---- model FLOPs utilization (MFU): the fraction of the chips' peak FLOP/s that the model uses
 #
 # MFU counts the matmuls of the model, forward and backward, without recomputation. There are two
 # conventions for attention, and their results cannot be compared: all query-key pairs, including
@@ -243,6 +243,8 @@ def _options(config: TransformerConfig) -> list[tuple[str, Any, tuple[Any, ...]]
 #
 # Reference:
 #     Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B.
+
+
 def flops_per_token(
     num_params: float,
     num_layers: int,

@@ -235,7 +235,6 @@ def _only(spec: PartitionSpec, axes: set[str]) -> list[tuple[str, ...]]:
     return [tuple(axis for axis in entry_axes(entry) if axis in axes) for entry in spec]
 
 
-# A check that shardings divide their arrays, with an error message that names the array.
 def check_divisible(name: str, shapes: chex.ArrayTree, shardings: ShardingTree) -> None:
     """Raise a ValueError if a mesh axis does not divide the array axis that it shards."""
     # JAX's own errors name neither the array nor the mesh axis. `name` is the tree's in the

@@ -57,7 +57,8 @@ def run_once_options(platform: str) -> dict[str, int]:
     return {"xla_backend_optimization_level": 1} if platform == "cpu" and not is_fast else {}
 
 
-# Simulated devices: one CPU that JAX sees as several devices, to run programs on a mesh.
+# ---- simulated devices: one CPU that JAX sees as several devices, to run programs on a mesh
+
 # The eight worker threads of each come near the limits of a machine; more can hang the process.
 MAX_SIMULATED_DEVICES = 1024
 

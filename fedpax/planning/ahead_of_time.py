@@ -147,7 +147,9 @@ def _repeated(report: Callable[[str], None], line: str, every: float = 30.0) -> 
         thread.join()
 
 
-# The sizes of a mesh, compared with the devices of a topology.
+# ---- the sizes of a mesh, compared with the devices of a topology
+
+
 def describe_misfit(name: str, mesh: MeshConfig, topology: Topology) -> str | None:
     """Describe a mesh that needs another number of devices than the topology's; else None."""
     sizes = {axis: size for axis, size in mesh.stated.items() if size != 1}
@@ -192,7 +194,6 @@ def fitting_sizes(sizes: Mapping[str, int], total: int) -> dict[str, int] | None
     return None
 
 
-# The report on a round that does not fit the memory of a device.
 class MemoryOverflowError(FedpaxError):
     """A round that does not fit the memory of a device; the message lists the remedies."""
 

@@ -215,7 +215,8 @@ def _prefer_cpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-# The networks that collectives use, and lower bounds on the time of a collective.
+# ---- the networks that collectives use, and lower bounds on the time of a collective
+
 ICI = "ICI"  # the links between the chips of a slice
 DCN = "DCN"  # the data center's network between slices, or between hosts
 NVLINK = "NVLink"

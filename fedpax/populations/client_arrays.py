@@ -164,7 +164,6 @@ def _check_client(client: int, fields: Any) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-# ContiguousClients: a population whose clients' examples are contiguous in the source.
 class ContiguousClients(ComputedPartition):
     """The clients of a source that is sorted by client."""
 
@@ -217,7 +216,6 @@ class ContiguousClients(ComputedPartition):
         return f"ContiguousClients({len(self)} clients, {self._starts[-1]} examples)"
 
 
-# Availability: which clients of a population can take part in a round.
 class DailyAvailability:
     """Clients that are available for a part of each day, such as the night of their time zone.
 

@@ -322,7 +322,9 @@ def _assign_in_turn(
     return owner
 
 
-# Partitions whose participants differ in their numbers of examples.
+# ---- partitions whose participants differ in their numbers of examples
+
+
 def partition_by_quantity(
     num_examples: int,
     num_participants: int,

@@ -143,7 +143,7 @@ class DirichletClients(ComputedPartition):
         return self._name
 
 
-# The first normal variates of many random number generators at once.
+# ---- the first normal variates of many random number generators at once
 #
 # `numpy.random.RandomState(numpy.random.Philox(key=[seed, k]))` takes 10 microseconds to make.
 # Here the first variates of a million of them take under a second, with the same values.
@@ -152,6 +152,7 @@ class DirichletClients(ComputedPartition):
 #     Salmon, Moraes, Dror, Shaw. Parallel Random Numbers: As Easy as 1, 2, 3. SC 2011, for Philox;
 #     Marsaglia, Bray. A Convenient Method for Generating Normal Variables. SIAM Review 6, 1964, for
 #     the polar method of RandomState.
+
 _MULTIPLIERS = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
 _INCREMENTS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 _HALF, _LOW = np.uint64(32), np.uint64(2**32 - 1)
@@ -209,7 +210,6 @@ def _multiply(
     return word_high * high + (middle >> _HALF) + (carry >> _HALF), words * factor
 
 
-# leaf_clients: LEAF's synthetic federated data, clients with models in clusters.
 def leaf_clients(
     num_clients: int,
     *,
@@ -285,7 +285,6 @@ def leaf_clients(
     return gather_examples(clients)
 
 
-# logistic_clients: the synthetic(alpha, beta) federated data of FedProx.
 def logistic_clients(
     num_clients: int,
     *,

@@ -125,7 +125,8 @@ def check_tree_not_deleted(tree: Any, name: str) -> None:
         check_not_deleted(leaf, f"{name}{jax.tree_util.keystr(path)}")
 
 
-# Signatures of users' functions: their static arguments, and names for messages.
+# ---- signatures of users' functions: their static arguments, and names for messages
+
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -274,7 +275,9 @@ def named_like(
     return run
 
 
-# The lines of the user's source that equations are from, for messages.
+# ---- the lines of the user's source that equations are from, for messages
+
+
 def in_source(eqn: JaxprEqn) -> str:
     """Return the line of the user's source that an equation is from, as " (file.py:12)", or ""."""
     traceback = eqn.source_info.traceback

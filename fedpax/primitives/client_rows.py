@@ -159,7 +159,9 @@ def count_hops(chunks: Sequence[Chunk], ring: RowRing) -> jax.Array:
     return hops
 
 
-# Buffers whose rows a loop over participants reads and overwrites.
+# ---- buffers whose rows a loop over participants reads and overwrites
+
+
 def has_typed_mesh(x: jax.Array) -> bool:
     """Return whether an array's type has the mesh that explicit axes need; NumPy's has none."""
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
@@ -219,7 +221,6 @@ def write_rows(buffer: jax.Array, rows: jax.Array, start: Any, fusible: bool) ->
     return write(0, buffer) if fusible else jax.lax.fori_loop(0, 2, write, buffer)
 
 
-# LazySlice: a participant's slice that nested loops read from the full array, without a copy.
 class LazySlice(NamedTuple):
     """A lazy slice: the full stacked array plus the index of one participant.
 

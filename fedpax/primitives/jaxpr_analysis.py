@@ -85,7 +85,8 @@ def strip_final(
     return ClosedJaxpr(jaxpr.jaxpr.replace(outvars=changed), jaxpr.consts), removed
 
 
-# Results of a jaxpr that are 0 whatever its arguments are.
+# ---- results of a jaxpr that are 0 whatever its arguments are
+
 # Results that are 0 where the first operand is, or where all operands are.
 OF_FIRST = frozenset(
     "abs broadcast_in_dim convert_element_type copy div expand_dims integer_pow mul neg reduce_sum "
@@ -137,7 +138,6 @@ def _zero_outputs(eqn: JaxprEqn, zeros: list[bool]) -> list[bool]:
     return [False] * len(eqn.outvars)
 
 
-# An estimate of a function's peak memory from its jaxpr.
 def peak_live_bytes(jaxpr: Jaxpr) -> int:
     """Compute the peak number of live bytes when a jaxpr runs equation by equation.
 

@@ -201,7 +201,9 @@ def largest_auto_chunk(
     return max(1, fitting // max(1, peak_live_bytes(inner) - shared_bytes))
 
 
-# Run a jaxpr inside a `shard_map` that makes one more mesh axis manual.
+# ---- run a jaxpr inside a `shard_map` that makes one more mesh axis manual
+
+
 def with_manual_axis(jaxpr: ClosedJaxpr, axis: str) -> Callable[..., list[jax.Array]]:
     """Return a jaxpr as a function for a region that is manual over a mesh axis."""
     # A jaxpr contains the mesh it was traced on: in the types of its values, in the shardings

@@ -111,7 +111,8 @@ def append_axes(w: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.reshape(w, shape, out_sharding=P(*spec, *[None] * (x.ndim - w.ndim)))
 
 
-# `federated_mask`: a mask that keeps the participants' axis first, for rules of derivatives.
+# ---- `federated_mask`: a mask that keeps the participants' axis first, for rules of derivatives
+
 federated_mask_p = Primitive("federated_mask")
 """`where(mask, t, 0)` for each participant, linear in `t`.
 

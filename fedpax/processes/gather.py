@@ -65,7 +65,6 @@ def _gather(content: bytes, size: int) -> list[bytes]:
     return [row.tobytes() for row in multihost_utils.process_allgather(padded).reshape(-1, size)]
 
 
-# Arrays of process 0 on a mesh of all processes.
 class Broadcast:
     """Brings an array in the memory of process 0's host to the devices of all processes."""
 
@@ -108,7 +107,8 @@ class Broadcast:
         return chunks.ravel()[: self._like.size].reshape(self._like.shape)
 
 
-# The control channel of a job: small values from process 0 to the other processes.
+# ---- the control channel of a job: small values from process 0 to the other processes
+
 SECONDS_TO_CONNECT = 60.0
 SECONDS_TO_GREET = 5.0
 SECONDS_BETWEEN_BEATS = 5.0

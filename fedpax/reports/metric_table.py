@@ -140,7 +140,9 @@ def check_metrics(metrics: Sequence[str], runs: Mapping[str, Lines]) -> None:
             )
 
 
-# Markdown tables, and the numbers in their cells.
+# ---- Markdown tables, and the numbers in their cells
+
+
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a Markdown table: the first column aligned left, all others right.
 

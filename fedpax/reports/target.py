@@ -183,7 +183,9 @@ def _format_flops(flops: float) -> str:
     return f"{flops:.3g}" if math.isfinite(flops) else "unknown"
 
 
-# The table, the picture and the JSON file of runs and their target.
+# ---- the table, the picture and the JSON file of runs and their target
+
+
 def write_target_comparison(
     trajectories: Mapping[str, MetricTrajectory],
     target: Target,

@@ -214,7 +214,9 @@ def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | 
     return exp, configuration
 
 
-# The classes that a configuration of others may name: fedpax's and the experiment's.
+# ---- the classes that a configuration of others may name: fedpax's and the experiment's
+
+
 def name_of_class(class_: type) -> str:
     """Return `module:Name` of a class."""
     return f"{class_.__module__}:{class_.__qualname__}"
@@ -295,7 +297,8 @@ def find_in_fedpax(named: str) -> Any:
     return class_
 
 
-# One seed for a whole experiment: its model, its data and its cohorts.
+# ---- one seed for a whole experiment: its model, its data and its cohorts
+
 Configuration = TypeVar("Configuration")
 
 

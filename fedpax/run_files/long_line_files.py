@@ -205,7 +205,9 @@ def _is_same(file: BinaryIO, start: int, part: tuple[int, int] | None) -> bool:
     return len(content) == part[0] and zlib.crc32(content) == part[1]
 
 
-# Files with one JSON object per line, of which a kill or a disk can damage some lines.
+# ---- files with one JSON object per line, of which a kill or a disk can damage some lines
+
+
 @contextlib.contextmanager
 def explain_unreadable(path: PurePath, expectation: str) -> Iterator[None]:
     """Raise a ConfigurationError for a file of a run that cannot be read."""

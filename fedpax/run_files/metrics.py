@@ -297,7 +297,8 @@ def _json_values(values: Mapping[str, float | str]) -> dict[str, float | str | N
     return {k: v if isinstance(v, str) or math.isfinite(v) else None for k, v in values.items()}
 
 
-# Quantiles of metrics that have a value for each participant.
+# ---- quantiles of metrics that have a value for each participant
+
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 """The ends of the names in `metrics.jsonl`, and the quantiles that they stand for."""
 

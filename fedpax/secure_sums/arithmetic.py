@@ -65,7 +65,8 @@ def unseal(key: bytes, sealed: bytes, context: bytes) -> bytes:
         raise SecureSumError("the shares of a site were changed on their way") from None
 
 
-# Masks of a secure sum: key streams of ChaCha20 that are added to integers modulo 2^32.
+# ---- masks of a secure sum: key streams of ChaCha20 that are added to integers modulo 2^32
+
 _CHUNK = 1 << 18  # words
 
 Codes = Mapping[str, np.ndarray]
@@ -89,10 +90,11 @@ def add_mask(arrays: Codes, key: bytes, sign: int) -> None:
                 np.subtract(part, words, out=part)
 
 
-# Shamir's secret sharing over the integers modulo a prime.
+# ---- Shamir's secret sharing over the integers modulo a prime
 #
 # Reference:
 #     Shamir, How to Share a Secret, Communications of the ACM 22 (11), 1979.
+
 PRIME = 2**256 + 297
 """The smallest prime above all secrets of 32 bytes."""
 
@@ -131,7 +133,8 @@ def _evaluate(coefficients: Sequence[int], x: int) -> int:
     return value
 
 
-# Restore secrets from shares of which some can be wrong.
+# ---- restore secrets from shares of which some can be wrong
+
 MOST_SUBSETS = 500
 
 
@@ -170,10 +173,11 @@ def _subsets(places: Sequence[int], size: int) -> Iterator[Sequence[int]]:
         yield sorted(draw.sample(places, size))
 
 
-# Numbers as integers of 32 bits whose sums are exact.
+# ---- numbers as integers of 32 bits whose sums are exact
 #
 # Floats are sent as multiples of 2^-24, in three words of 21 bits: the sums of the words do not
 # overflow, so the sum is exact.
+
 WORDS, _BITS, _SCALE = 3, 21, 2.0**24
 _LARGEST_FLOAT, _LARGEST_INTEGER = 2.0**29, 2**53  # such that 500 of them do not overflow
 
@@ -218,6 +222,5 @@ def from_words(words: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.asarray(value).astype(dtype)
 
 
-# The error of a secure sum.
 class SecureSumError(FedpaxError, ValueError):
     """A message that the protocol of a secure sum does not allow, or too few sites."""

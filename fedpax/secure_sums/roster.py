@@ -139,7 +139,6 @@ def to_bytes(text: Any, size: int) -> bytes:
     return content
 
 
-# A message of a secure sum.
 class Message(NamedTuple):
     """A message between the coordinator and a site, which any transport can carry."""
 

@@ -171,7 +171,9 @@ def island_arrivals(
     )
 
 
-# The synchronizations of islands by a syncer that waits for a quorum: Decoupled DiLoCo.
+# ---- the synchronizations of islands by a syncer that waits for a quorum: Decoupled DiLoCo
+
+
 class FragmentSyncs(NamedTuple):
     """Synchronizations, one fragment after another; a round is one of each.
 

@@ -193,7 +193,8 @@ def draw_trace(
     return Trace(steps, receive, send, downtimes)
 
 
-# Times at which participants are up, for a simulation that looks at one of them at a time.
+# ---- times at which participants are up, for a simulation that looks at one of them at a time
+
 TRIES = 32
 """Number of draws of an idle client before all idle clients are looked at."""
 
@@ -240,7 +241,8 @@ class UpTimes:
         return up[int(uniforms.pop() * len(up))] if up else -1
 
 
-# Files of traces: NumPy archives, and JSON lines with one participant a line.
+# ---- files of traces: NumPy archives, and JSON lines with one participant a line
+
 FIELDS = ("seconds_per_step", "seconds_to_receive", "seconds_to_send")
 
 

@@ -88,7 +88,8 @@ def _distance(model: Params, other: Params) -> jax.Array:
     return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
-# The replies that a guard drops: models with and without each of them.
+# ---- the replies that a guard drops: models with and without each of them
+
 Terms = Sequence[Any]
 
 

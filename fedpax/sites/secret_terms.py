@@ -213,7 +213,8 @@ def _phase_task(
     )
 
 
-# The way up: the sums of a site's clients in few bits, whose errors stay at the site.
+# ---- uplink: the sums of a site's clients in few bits, whose errors stay at the site
+
 SUM = "sum"
 """First word of the names of encoded sums."""
 

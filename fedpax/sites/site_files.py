@@ -85,7 +85,8 @@ def read_run(folder: Path) -> SiteFile:
     return run
 
 
-# What a site's clients keep between rounds, on the site's disk.
+# ---- what a site's clients keep between rounds, on the site's disk
+
 FOLDER = "kept"
 
 Values = Mapping[str, np.ndarray]
@@ -170,7 +171,8 @@ def check_names(names: Sequence[str], count: int) -> None:
         )
 
 
-# The files of a coordinator beside its checkpoints: the federation, the sites, the metrics.
+# ---- the files of a coordinator beside its checkpoints: the federation, the sites, the metrics
+
 FEDERATION = "federation.json"
 """The run's name, the shared inputs and the sites, in the coordinator's folder."""
 

@@ -107,7 +107,8 @@ def largest_message(task: Task) -> int:
     return max(shared + max(down, default=0), up)
 
 
-# Messages in files: the chunks of `transport.message`, each behind its length.
+# ---- messages in files: the chunks of `transport.message`, each behind its length
+
 LARGEST = 1 << 36
 """The largest file that is read, in bytes."""
 
@@ -141,7 +142,8 @@ def _chunks(content: bytes) -> Iterator[bytes]:
         place += length
 
 
-# Random keys in messages: arrays of numbers, as `jax.random.key_data` has them.
+# ---- random keys in messages: arrays of numbers, as `jax.random.key_data` has them
+
 ArrayType = tuple[tuple[int, ...], np.dtype]
 
 
@@ -173,7 +175,8 @@ def from_numbers(x: Any, dtype: Any) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(x), impl=names[0])
 
 
-# Checks of what sites send to a coordinator.
+# ---- checks of what sites send to a coordinator
+
 MOST_METRICS, LONGEST_DESCRIPTION = 100, 1 << 18
 
 MOST_RENUMBERED = 100

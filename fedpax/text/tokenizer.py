@@ -327,7 +327,6 @@ def _needs_extra(file: str) -> str:
     )
 
 
-# The vocabulary of a SentencePiece model, without the characters that the model adds.
 def read_sentencepiece(content: bytes) -> Vocabulary:
     """Make the vocabulary of a SentencePiece model; errors have any type."""
     # No space is added before a text, and no spaces are removed. Texts are normalized only if the

@@ -265,7 +265,8 @@ def _decoder(entries: Entries) -> Entries | None:
     return decoders[0] if decoders[0]["type"] == "Metaspace" else {**defaults, **decoders[0]}
 
 
-# The token that ends a document, as a tokenizer's folder names it.
+# ---- the token that ends a document, as a tokenizer's folder names it
+
 # The files of a Hugging Face folder that name the token, with the entry, in order of preference.
 SOURCES = {
     "tokenizer_config.json": "eos_token",

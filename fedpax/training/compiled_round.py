@@ -252,7 +252,6 @@ def _bytes_across_placement(compiled: jax.stages.Compiled, run: Run) -> float:
         return math.nan
 
 
-# CompiledLengths: the compiled round for each length of a cohort's axis of steps.
 class CompiledLengths:
     """The round of a run, compiled for each length of the axis of steps that it meets.
 
@@ -299,7 +298,9 @@ class CompiledLengths:
         return int(jax.tree.leaves(cohort.batches)[0].shape[1])
 
 
-# Shardings of an algorithm's state, derived from the shardings of the parameters.
+# ---- shardings of an algorithm's state, derived from the shardings of the parameters
+
+
 def state_shardings(
     state: State,
     params: Params,

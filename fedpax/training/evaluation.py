@@ -289,7 +289,9 @@ def _check_mask(function: str, name: str, batch: Any) -> None:
         )
 
 
-# After evaluations: keep the best model, and end a run that no longer improves.
+# ---- after evaluations: keep the best model, and end a run that no longer improves
+
+
 class EarlyStop:
     """Decides after evaluations what to save, and when to stop; all processes decide the same."""
 

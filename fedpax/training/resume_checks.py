@@ -214,7 +214,8 @@ def describe_state_misfit(saved_in: Path, experiment: Experiment) -> str | None:
     return None
 
 
-# Agreement: check before a run that all its processes have equal settings and versions.
+# ---- agreement: check before a run that all its processes have equal settings and versions
+
 SAME_COMMAND = (
     "Start every process with the same command and the same installation.",
     "Set a --job_log_dir on a file system that all hosts share.",
@@ -297,7 +298,6 @@ def describe_difference(
     )
 
 
-# Begin a run from the model of another run.
 def begin_from(run: Run, job_log_dir: str | None) -> Run:
     """Give a run the model of another run as its initial parameters."""
     # The method begins anew: optimizer, schedule and position in the data are a new run's.

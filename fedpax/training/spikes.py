@@ -188,7 +188,9 @@ def skip_spikes(
     return guarded
 
 
-# Norms of updates, and tests for numbers that are not finite, as parts of a compiled round.
+# ---- norms of updates, and tests for numbers that are not finite, as parts of a compiled round
+
+
 def report_update_norm(
     round: Callable[..., tuple[State, Metrics]],
 ) -> Callable[..., tuple[State, Metrics]]:

@@ -105,7 +105,9 @@ def _remedy(
     return f"set --mesh.{axis}=-1"
 
 
-# A run to train: its experiment, its folders, and what may have changed since it was saved.
+# ---- a run to train: its experiment, its folders, and what may have changed since it was saved
+
+
 class ResumeOptions(NamedTuple):
     """Allowed changes since the folder's checkpoint was saved."""
 

@@ -135,7 +135,6 @@ class TrainingConfig(CheckedConfig):
             parse_profile_at(self.profile_at)
 
 
-# The rounds after which to evaluate or to save.
 def is_due(round_number: int, rounds: int, *periods: int) -> bool:
     """Return whether to evaluate, or to save, after a round.
 

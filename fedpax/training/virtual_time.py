@@ -105,11 +105,12 @@ class ScheduledRounds:
         self._round = int(state["round"])
 
 
-# What rounds cost: bytes of asynchronous rounds from their schedules, and the use of the chips.
+# ---- what rounds cost: bytes of asynchronous rounds from their schedules, and the use of the chips
 #
 # The loop over the arrivals of a round is as long as its schedule says, so the compiled text does
 # not tell how often its collectives run. These collectives also belong to a simulation: a server
 # would exchange values with the participants that arrive, and with no others.
+
 UPLOADED_BYTES = "uploaded_bytes"
 """Name of the metric: bytes of the updates that participants send to the server in a round."""
 
@@ -171,7 +172,9 @@ def tree_bytes(tree: chex.ArrayTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-# Model FLOPs utilization (MFU) of a run, where the peak of its chips is known.
+# ---- model FLOPs utilization (MFU) of a run, where the peak of its chips is known
+
+
 class Utilization(NamedTuple):
     """The terms of MFU = items/s x FLOPs per item / (chips x peak FLOPs per second)."""
 

@@ -134,7 +134,8 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             self._thread.join()
 
 
-# Profiles on demand: a trace of chosen rounds in the run's folder.
+# ---- profiles on demand: a trace of chosen rounds in the run's folder
+
 FOLDER = "profile"
 
 

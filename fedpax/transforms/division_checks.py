@@ -206,7 +206,7 @@ def check_means(plan: StreamingPlan) -> None:
                 )
 
 
-# Rows of participants that do not answer, in the server's part of a divided program.
+# ---- rows of participants that do not answer, in the server's part of a divided program
 #
 # The server has zeros in the row of an absent participant. Two rewrites let code on rows give
 # what it gives for the participants that answer:
@@ -215,6 +215,8 @@ def check_means(plan: StreamingPlan) -> None:
 #   rows that the server has leaves out absent ones.
 # - Code such as `jnp.where(weight != 0, update, jnp.inf)` is work of the participants, who show its
 #   result. In the row of an absent participant the server has the result for zeros.
+
+
 def leave_out_absent(closed: ClosedJaxpr, plan: StreamingPlan) -> tuple[ClosedJaxpr, StreamingPlan]:
     """Rewrite the server's part of a divided program for participants that do not answer."""
     for rewrite in (_Reductions, _ShownRows):

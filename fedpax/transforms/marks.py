@@ -84,7 +84,6 @@ def has_live_mark(jaxpr: Jaxpr, mark: str) -> bool:
     )
 
 
-# The map that returns its argument, which makes a placed value a value of the participants.
 def identity_map(x: jax.Array, placement: Placement, name: str = SAME) -> jax.Array:
     """Return a placed value as the result of a map that returns its argument."""
     jaxpr = _identity(unplaced_aval(jax.typeof(x)), name)
@@ -99,11 +98,12 @@ def _identity(aval: Any, name: str) -> ClosedJaxpr:
     return name_results(jaxpr, [name])
 
 
-# Noise that the server or a participant draws by itself, so that no other party can subtract it.
+# ---- noise that the server or a participant draws by itself: no other party can subtract it
 #
 # In a program that `fedpax.stages` traces, an aggregator binds these primitives in place of noise
 # from a seed, which all parties know. The stages then have the noise as a value that the server
 # draws at each run, or a participant at each call (`fedpax.transforms.discrete_gaussian`).
+
 own_noise_p = Primitive("own_noise")
 """Noise of each participant, of the shape of its placed operand: int32, or float32 numbers."""
 

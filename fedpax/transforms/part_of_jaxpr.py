@@ -54,9 +54,11 @@ def evaluate_from(
     return [read_atom(v, values) for v in outputs]
 
 
-# Values of a jaxpr that are equal because the same equations compute them.
+# ---- values of a jaxpr that are equal because the same equations compute them
 #
 # The compiler merges them: two reductions of equal values are one collective.
+
+
 class EqualValues:
     """Numbers the values of a jaxpr: equal numbers for values that are certainly equal."""
 

@@ -118,12 +118,13 @@ def _names(sharding: Any, mesh_axis: str | None) -> bool:
     return any(mesh_axis in entry for entry in entries)
 
 
-# The reductions over participants that a loop can accumulate.
+# ---- the reductions over participants that a loop can accumulate
 #
 # These are the federated reductions, and the equations of `jax.numpy` code that combine the slices
 # of participants: sums, maxima and minima over the participants' axis, and matmuls and convolutions
 # that contract it. A weighted average written as `jnp.einsum("n,nij->ij", weights, delta)` is of
 # this kind, and so is the derivative of `delta @ w` with respect to a server value `w`.
+
 FEDERATED = {
     "reduce_sum": federated_sum_p,
     "reduce_max": federated_max_p,

@@ -120,7 +120,9 @@ def _type(plan: StreamingPlan, v: Var) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*aval.shape[axis : axis + 1], *shape), aval.dtype)
 
 
-# The arguments and the results of a program, as flat arrays with names and types.
+# ---- the arguments and the results of a program, as flat arrays with names and types
+
+
 class ProgramIO(NamedTuple):
     """The arguments and the results of a program."""
 
@@ -213,7 +215,8 @@ def _replaced(
     return tuple(replaced)
 
 
-# A report on the messages of stages.
+# ---- a report on the messages of stages
+
 HEADINGS = {
     "receives": "shared",
     "its row": "rows",

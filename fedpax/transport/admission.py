@@ -201,7 +201,8 @@ def site_of(peer: str, message: Message) -> str:
     return name if isinstance(name, str) and 0 < len(name) <= MAX_TEXT else ""
 
 
-# The sites that are expelled from a run, in `expelled.json` of its folder.
+# ---- the sites that are expelled from a run, in `expelled.json` of its folder
+
 if sys.platform != "win32":
     import fcntl
 
@@ -279,7 +280,6 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
-# Checked access to the header of a message from an untrusted process.
 class CheckedHeader:
     """The header of a message, whose fields are checked when they are read."""
 

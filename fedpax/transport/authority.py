@@ -253,7 +253,8 @@ def _subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
 
 
-# Files of certificates, requests and private keys: read with checks, written for their owner.
+# ---- files of certificates, requests and private keys: read with checks, written for their owner
+
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "authority.pem", "certificate.pem", "key.pem"
 REQUEST_FILE = "request.pem"
 

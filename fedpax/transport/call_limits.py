@@ -86,7 +86,8 @@ class CallsBySite:
                     del self._calls[site]
 
 
-# A log of strangers' messages: they can neither fill it nor send control characters to it.
+# ---- a log of strangers' messages: they can neither fill it nor send control characters to it
+
 _MOST_REMEMBERED = 1000
 
 

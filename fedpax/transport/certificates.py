@@ -140,10 +140,11 @@ def _minute(time: datetime.datetime) -> str:
     return f"{time:%Y-%m-%d %H:%M} UTC"
 
 
-# Certificate requests: a site makes its key, and the authority signs the site's request.
+# ---- certificate requests: a site makes its key, and the authority signs the site's request
 #
 # The private key never leaves the site. Needs the package cryptography:
 # `pip install "fedpax[sites]"`.
+
 _MAX_BYTES = 1 << 16  # of a request
 
 

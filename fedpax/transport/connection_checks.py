@@ -10,7 +10,6 @@ from typing import Any
 
 from fedpax.errors import ArgumentError
 
-# Find out why a server does not accept a connection: gRPC only reports a closed socket.
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 
@@ -107,7 +106,6 @@ def _ask_for_settings(connected: socket.socket, address: str, certificates: Path
     )
 
 
-# Addresses of syncers, of which only loopback addresses are accepted without certificates.
 def check_address(
     argument: str, address: str, certificates: Path | str | None, *, any_port: bool = False
 ) -> str:

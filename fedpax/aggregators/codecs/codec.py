@@ -96,7 +96,6 @@ def check_block_size(function: str, block_size: int) -> int:
     return check_argument(function, "block_size", block_size, COUNT, remedy=remedy)
 
 
-# Random numbers for stochastic rounding.
 def dither(key: Key[Array, ""], shape: tuple[int, ...]) -> Float[Array, "entries ..."]:
     """Draw numbers in (0, 1) of 16 random bits, two from each random word."""
     # Drawn by `jax.random`, they would be most of the cost of stochastic rounding: see
@@ -106,7 +105,6 @@ def dither(key: Key[Array, ""], shape: tuple[int, ...]) -> Float[Array, "entries
     return (halves.astype(jnp.float32) + 0.5) / 2**16
 
 
-# Pack codes of a few bits into 32-bit words.
 def pack_bits(codes: UInt32[Array, "entries ..."], bits: int) -> UInt32[Array, "words ..."]:
     """Pack codes into words, exactly `bits` bits each."""
     # A code is split into fields of gcd(bits, 32) bits, so that a whole number of fields fills a

@@ -83,7 +83,6 @@ def uniform(bits: int, *, block_size: int = BLOCK_SIZE) -> Codec:
     return Codec(encode, decode, block_size, contractive)
 
 
-# TernGrad: stochastic quantization to three levels.
 PER_BYTE = 5  # 3^5 = 243 codes fit one byte
 
 
@@ -154,7 +153,6 @@ def terngrad(*, clip: float | None = None, block_size: int = BLOCK_SIZE) -> Code
     return Codec(encode, decode, check_block_size("terngrad", block_size), contractive=False)
 
 
-# E3M0: a 4-bit float of a sign and three bits of exponent.
 def e3m0(*, block_size: int = BLOCK_SIZE) -> Codec:
     """Round each entry to a 4-bit float: a sign, three bits of exponent, no mantissa.
 

@@ -97,7 +97,6 @@ def _interval(magnitude: Float[Array, "entries ..."], bins: int) -> Float[Array,
     return jnp.clip(jnp.floor(divide(magnitude - low, width)), 0, bins - 1)
 
 
-# DRIVE: the signs of the rotated update, and one scale.
 def drive(*, unbiased: bool = True, block_size: int = BLOCK_SIZE) -> Codec:
     """Send the signs of the rotated block and one scale: one bit per entry.
 

@@ -104,7 +104,6 @@ def check_fraction(function: str, fraction: float) -> float:
     return check_argument(function, "fraction", fraction, PROBABILITY, remedy=remedy)
 
 
-# The entries of largest magnitude, and where they are.
 def top_k(
     fraction: float, *, values: Codec | None = None, block_size: int = SPARSE_BLOCK_SIZE
 ) -> Codec:
@@ -189,7 +188,8 @@ def _scatter(
     )
 
 
-# Find the largest entries of blocks.
+# ---- find the largest entries of blocks
+
 _FEW_ENTRIES = 2**16  # compiling the faster search would take longer than it saves
 _VALUE_BITS = 31  # of a float without its sign
 

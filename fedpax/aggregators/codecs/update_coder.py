@@ -298,7 +298,8 @@ class UpdateCoder(NamedTuple):
         return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out_specs) if explicit else fn
 
 
-# Lay words out for transfers: divided among devices, in whole tiles of a TPU's memory.
+# ---- lay words out for transfers: divided among devices, in whole tiles of a TPU's memory
+
 LANES = 128  # words in a row of a tile
 
 

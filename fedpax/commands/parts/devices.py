@@ -126,7 +126,9 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-# The mesh of fewer processes: the outer axis of a configured mesh, scaled down.
+# ---- the mesh of fewer processes: the outer axis of a configured mesh, scaled down
+
+
 def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list[str] | None:
     """Return the arguments with which an experiment fits some of its processes; None without.
 
@@ -212,7 +214,9 @@ def _islands_are_processes(experiment: Experiment) -> bool:
     return _outer_axis(sizes) == "islands" and same
 
 
-# JAX's persistent compilation cache: a second start of an experiment compiles nothing.
+# ---- JAX's persistent compilation cache: a second start of an experiment compiles nothing
+
+
 def enable_compilation_cache() -> None:
     """Keep compiled programs in `$XDG_CACHE_HOME/fedpax/jax`, or `~/.cache/fedpax/jax`."""
     # JAX's own settings come first: `JAX_ENABLE_COMPILATION_CACHE=0` switches the cache off, and

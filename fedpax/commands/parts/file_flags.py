@@ -71,7 +71,8 @@ def _size(text: str | None) -> tuple[int, int] | None:
     return int(size[1]), int(size[2])
 
 
-# `--engine`: what runs the rounds in place of the compiled round of this process.
+# ---- `--engine`: what runs the rounds in place of the compiled round of this process
+
 CHUNK_SIZE = 16
 # The engine that each flag sets up.
 _SETTINGS = {

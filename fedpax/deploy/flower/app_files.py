@@ -197,7 +197,8 @@ def _plain(text: str) -> str:
     return re.sub(r"[^\w .:/-]", "_", text)
 
 
-# One round of a program on Flower's nodes, started and awaited by this process.
+# ---- one round of a program on Flower's nodes, started and awaited by this process
+
 _LEVEL = re.compile(r"[^A-Za-z]*INFO[^A-Za-z]*")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _STARTED = re.compile(r"Successfully started run (\d+)")

@@ -182,7 +182,9 @@ class _Matching:
         return replies
 
 
-# Packets as the records of Flower's messages.
+# ---- packets as the records of Flower's messages
+
+
 def write_record(packet: Packet) -> Any:
     """Return a packet as a `flwr.app.RecordDict`."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict

@@ -73,7 +73,8 @@ class KeptState:
         return self.folder / f"{key}.state"
 
 
-# The position of a run on nodes as a file, from which another server continues it.
+# ---- the position of a run on nodes as a file, from which another server continues it
+
 _HEADER = "position"
 
 

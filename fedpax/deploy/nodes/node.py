@@ -280,7 +280,8 @@ def _checked_cohort(cohort: Any) -> Cohort:
     return cohort
 
 
-# The private sums that a participant has been part of: as many as epsilon is stated for.
+# ---- the private sums that a participant has been part of: as many as epsilon is stated for
+
 ROUNDS_FIELD = "private-rounds"
 """The setting of a node that allows another number of rounds."""
 _BYTES = 1 << 26

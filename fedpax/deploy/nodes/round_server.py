@@ -357,7 +357,9 @@ def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-# What an answer of a participant must be to be counted.
+# ---- what an answer of a participant must be to be counted
+
+
 def problem_of(reply: NodeReply, program: RoundProgram, stage: int) -> str:
     """Say why an answer cannot be counted, or return an empty string."""
     if reply.packet is None:

@@ -286,7 +286,6 @@ class Island:
         self._unsent = []
 
 
-# The ledger of an island: the sent and the unsent progress of each fragment.
 @dataclasses.dataclass
 class FragmentLedger:
     """The progress of one fragment."""

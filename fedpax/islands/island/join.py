@@ -333,7 +333,8 @@ def _exit_after(folder: Path) -> Callable[[str], None]:
     return end
 
 
-# `island.json`, by which an island's folder keeps its identity and its run.
+# ---- `island.json`, by which an island's folder keeps its identity and its run
+
 FILE = "island.json"
 _writing = threading.Lock()  # two writers of a file would share its draft
 

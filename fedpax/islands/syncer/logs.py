@@ -66,7 +66,6 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     )
 
 
-# The metrics of a syncer's rounds, of which a killed process leaves none out.
 class RoundLog:
     """A writer of a line of metrics for each round of `phases` merges, from their reports."""
 

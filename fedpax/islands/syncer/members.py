@@ -352,7 +352,8 @@ def note_merged(island: dict[str, Any], fragment: int, incarnation: str, sequenc
     island["contributed"] += 1
 
 
-# The epochs of a run: which merges of an island are in the history of the syncer's state.
+# ---- the epochs of a run: which merges of an island are in the history of the syncer's state
+
 KEPT = 64
 """Epochs that the manifest has, which is saved with each merge."""
 

@@ -72,7 +72,6 @@ class PendingUpdates:
         self._in_merge, self._merging = {}, None
 
 
-# The quorum of a merge, and the grace window in which the merge waits for the other islands.
 class Quorum:
     """When the next fragment is merged: after its quorum, and the grace window that follows it."""
 
@@ -105,7 +104,6 @@ class Quorum:
         self._deadline = None
 
 
-# Limits of what an island can claim: inner steps that it can have taken, and joins.
 class StepCredit:
     """The inner steps that an island can have taken and not yet sent, fragment by fragment."""
 
@@ -149,7 +147,8 @@ class StepCredits(dict[str, StepCredit]):
         self[island] = StepCredit(*self._sizes, merges, returns=returns)
 
 
-# A limit of the joins of each certificate: a join waits for a merge, and writes to the disk.
+# ---- a limit of the joins of each certificate: a join waits for a merge, and writes to the disk
+
 JOINS_AT_ONCE = 20
 SECONDS_PER_JOIN = 0.1
 

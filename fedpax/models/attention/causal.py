@@ -203,7 +203,8 @@ def _attend_by_blocks(
     return attended.swapaxes(0, 1).reshape(query.shape)
 
 
-# Grouped-query attention over packed sequences, with rotary positions.
+# ---- grouped-query attention over packed sequences, with rotary positions
+
 AttentionFn: TypeAlias = Callable[
     [jax.Array, jax.Array, jax.Array], tuple[jax.Array, chex.ArrayTree]
 ]

@@ -160,7 +160,8 @@ def flatten(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-# The files of a Hugging Face folder.
+# ---- the files of a Hugging Face folder
+
 CONFIG, SINGLE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 AGAIN = "Copy or download the folder again."
 _SHORT_INDEX = 2**20  # bytes, which are parsed in no time
@@ -247,7 +248,8 @@ def _check_length(folder: Path) -> None:
         )
 
 
-# Sizes in config.json, compared with the tensors of the files before anything is made of them.
+# ---- sizes in config.json, compared with the tensors of the files before anything is made of them
+
 _LAYER_OF_NAME = re.compile(
     r"model\.layers\.(\d{1,18})\.(?:block_sparse_moe\.experts\.(\d{1,18})\.)?"
 )

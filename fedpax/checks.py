@@ -223,14 +223,7 @@ def _hints(class_: type) -> dict[str, Any]:
 
 
 def check_distinct(argument: str, names: Iterable[str], *, remedy: str) -> None:
-    """Raise for the first name that an argument has more than once.
-
-    Example:
-        >>> check_distinct("data.columns", ["age", "ward", "age"], remedy="Leave out all but one.")
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentError: data.columns names 'age' 2 times, expected once. Leave out...
-    """
+    """Raise for the first name that an argument has more than once."""
     for name, times in Counter(names).items():
         if times > 1:
             raise ArgumentError(f"{argument} names {name!r} {times} times, expected once. {remedy}")

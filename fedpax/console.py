@@ -17,12 +17,7 @@ _ESCAPES = {code: f"\\x{code:02x}" for code in _CONTROLS} | {
 
 
 def count_of(number: float, noun: str) -> str:
-    """Return a number with its noun.
-
-    Example:
-        >>> count_of(1, "client"), count_of(1200, "client")
-        ('1 client', '1,200 clients')
-    """
+    """Return a number with its noun."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -91,10 +86,6 @@ def escape_controls(text: str, keep: str = "") -> str:
 
     Texts in a folder of others, such as an experiment's name, could clear the screen, change its
     title or reverse the order of the letters.
-
-    Example:
-        >>> escape_controls("loss\x1b[2J\n"), escape_controls("a\nb", keep="\n")
-        ('loss\\x1b[2J\\x0a', 'a\nb')
     """
     return text.translate(_escapes(keep))
 

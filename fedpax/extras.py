@@ -65,13 +65,7 @@ def check_installed(module: str, use: str) -> None:
 
 
 def describe_missing(module: str, use: str) -> str:
-    """Name the extra that installs a module, for a message.
-
-    Example:
-        >>> print(describe_missing("matplotlib", "--picture"))
-        --picture needs the package matplotlib, which is not installed. Run: pip install
-        'fedpax[plot]'
-    """
+    """Name the extra that installs a module, for a message."""
     return (
         f"{use} needs the package {module}, which is not installed. Run: pip install "
         f"'fedpax[{_EXTRA_OF[module]}]'"

@@ -45,19 +45,7 @@ class UnusableFileError(FedpaxError, OSError):
 
 
 def read_file(path: PurePath, max_bytes: int = JSON_BYTES) -> bytes:
-    """Read a regular file: not a pipe or a device, which could block or never end.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a"
-        >>> _ = path.write_bytes(b"text")
-        >>> read_file(path)
-        b'text'
-        >>> read_file(path, max_bytes=3)
-        Traceback (most recent call last):
-            ...
-        fedpax.files.UnusableFileError: [Errno 22] it has 4 bytes, expected at most 3: ...
-    """
+    """Read a regular file: not a pipe or a device, which could block or never end."""
     if not isinstance(path, Path):  # in a bucket, which has regular files alone
         content: bytes = path.read_bytes()  # type: ignore[attr-defined]  # of etils.epath
         return content
@@ -88,17 +76,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_fetched(path: Path) -> None:
-    """Raise a ValueError if Git LFS has left a pointer in the place of a file's content.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a"
-        >>> _ = path.write_text("version https://git-lfs.github.com/spec/v1")
-        >>> check_fetched(path)
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentError: ...a is a Git LFS pointer, expected the content of the ...
-    """
+    """Raise a ValueError if Git LFS has left a pointer in the place of a file's content."""
     with open_regular(path) as file:
         _check_is_content(file.read(_START), path)
 
@@ -190,15 +168,6 @@ def replace_file(path: Path, content: bytes, *, sync: bool = True) -> None:
     """Write a file such that a kill leaves the old or the new content, never a part.
 
     A link at its place is replaced, not followed.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> _ = (folder / "theirs").write_text("old")
-        >>> (folder / "link").symlink_to("theirs")
-        >>> replace_file(folder / "link", b"new")
-        >>> (folder / "theirs").read_text(), (folder / "link").read_text()
-        ('old', 'new')
     """
     draft = path.with_name(f".{path.name}.draft")
     with os.fdopen(create_draft(draft), "wb") as file:

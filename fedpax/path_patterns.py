@@ -9,12 +9,7 @@ from fedpax.errors import ArgumentError
 
 
 def expand_home(path: str | Path) -> Path:
-    """Return a path with `~` expanded.
-
-    Example:
-        >>> expand_home("~/data") == Path.home() / "data"
-        True
-    """
+    """Return a path with `~` expanded."""
     if str(path).startswith("./~"):  # pathlib would drop the "./"
         return Path(path).absolute()
     try:
@@ -66,12 +61,7 @@ def fill_in_split(pattern: str, split: str) -> str:
 
 
 def split_list(text: str, exists: Callable[[str], bool]) -> list[str]:
-    """Split a list at its commas, but for the commas in a name that exists.
-
-    Example:
-        >>> split_list("runs/a,b,runs/c", {"runs/a,b"}.__contains__)
-        ['runs/a,b', 'runs/c']
-    """
+    """Split a list at its commas, but for the commas in a name that exists."""
     parts, names = text.split(","), []
     while parts:
         joined = (n for n in range(len(parts), 1, -1) if exists(",".join(parts[:n])))
@@ -82,21 +72,11 @@ def split_list(text: str, exists: Callable[[str], bool]) -> list[str]:
 
 
 def split_names(text: str) -> list[str]:
-    r"""Split a list of columns at its commas; `\,` is a comma in a name.
-
-    Example:
-        >>> split_names(r"note,größe\, cm")
-        ['note', 'größe, cm']
-    """
+    r"""Split a list of columns at its commas; `\,` is a comma in a name."""
     names = re.split(r"(?<!\\),", text)
     return [name.replace(r"\,", ",") for name in names if name]
 
 
 def escape_commas(name: str) -> str:
-    r"""Write a name for `split_names`.
-
-    Example:
-        >>> escape_commas("größe, cm")
-        'größe\\, cm'
-    """
+    """Write a name for `split_names`."""
     return name.replace(",", r"\,")

@@ -80,23 +80,13 @@ def byte_axis(axes: Axes, positions: Sequence[float]) -> None:
 
 
 def plain_text(text: str, width: int = 60) -> str:
-    r"""Return a text for a picture: without control characters, in lines of a largest width.
-
-    Example:
-        >>> plain_text("cost_$x", width=4)
-        'cost\n_$x'
-    """
+    """Return a text for a picture: without control characters, in lines of a largest width."""
     lines = textwrap.wrap(escape_controls(text), width, break_on_hyphens=False) or [""]
     return "\n".join(lines)
 
 
 def short_text(text: str, length: int = 24) -> str:
-    """Return a text for a title: its middle is left out if it is long.
-
-    Example:
-        >>> short_text("mean_absolute_error", length=9)
-        'mean…rror'
-    """
+    """Return a text for a title: its middle is left out if it is long."""
     if len(text) > length:
         text = f"{text[: length // 2]}…{text[-((length - 1) // 2) :]}"
     return plain_text(text, length * 4)

@@ -22,7 +22,9 @@ from fedpax.checks import (
     IntRange,
     Range,
     check_argument,
+    check_distinct,
 )
+from fedpax.errors import ArgumentError
 
 NUMBERS = st.floats() | st.integers() | st.sampled_from([0, 1, 2, 0.0, 1.0, -0.0, 0.5])
 REFERENCES = {
@@ -88,3 +90,9 @@ def test_other_types_raise(value: object) -> None:
     for expected in (POSITIVE, COUNT):
         with pytest.raises(TypeError, match=rf"^f\(\): x is .*, expected {expected}\. Use 1\.$"):
             check_argument("f", "x", value, expected, remedy="Use 1.")
+
+
+def test_a_name_twice_is_told() -> None:
+    words = "data.columns names 'age' 2 times, expected once. Leave out all but one."
+    with pytest.raises(ArgumentError, match=words):
+        check_distinct("data.columns", ["age", "ward", "age"], remedy="Leave out all but one.")

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 import fedpax.data
 from fedpax.errors import MissingPackageError
-from fedpax.extras import EXTRAS, check_installed, is_installed
+from fedpax.extras import EXTRAS, check_installed, describe_missing, is_installed
 from fedpax.main import main
 
 ROOT = Path(__file__).parent.parent
@@ -231,3 +231,8 @@ for command in {commands!r}:
     assert "A picture of the comparison needs the package matplotlib" in result.stderr
     assert re.search(r"See \S*comparison\.json\.", result.stdout)
     assert (tmp_path / "d" / "comparison.json").is_file()
+
+
+def test_the_extra_of_a_missing_package_is_named() -> None:
+    text = "--picture needs the package matplotlib, which is not installed. Run: pip install"
+    assert describe_missing("matplotlib", "--picture") == f"{text} 'fedpax[plot]'"

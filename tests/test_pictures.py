@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from fedpax.pictures import save_picture
+from fedpax.pictures import plain_text, save_picture, short_text
 from fedpax.populations.partition_plot import plot_partition
 from fedpax.reports.plot import plot_losses
 
@@ -50,3 +50,8 @@ def test_powers_of_ten_stay_formulas(tmp_path: Path) -> None:
     ticks = [text for text in axes.get_xticklabels() if "10^{" in text.get_text()]
     assert ticks and all(text.get_parse_math() for text in ticks)
     assert not axes.title.get_parse_math()
+
+
+def test_texts_of_pictures_fit() -> None:
+    assert plain_text("cost_$x", width=4) == "cost\n_$x"
+    assert short_text("mean_absolute_error", length=9) == "mean…rror"

@@ -41,10 +41,6 @@ def literal_path(folder: Path) -> Path:
 
     Orbax lists the files of a checkpoint by patterns that begin with its folder. In a folder such
     as `runs[1]` it would find none, and leave a part of the checkpoint out.
-
-    Example:
-        >>> print(literal_path(Path("/data/runs[1]")))
-        /data/runs[1]
     """
     if not isinstance(folder, Path) or glob.escape(str(folder)) == str(folder):
         return folder

@@ -264,16 +264,7 @@ COMMANDS = {
 
 
 def help_of(command: str) -> str:
-    """Return the usage of a command and the description of its flags.
-
-    Example:
-        >>> print(help_of("doctor"))
-          fedpax doctor
-              Show versions, devices, caches and extras, and what is broken.
-        <BLANKLINE>
-        `fedpax --help` shows all commands.
-        <BLANKLINE>
-    """
+    """Return the usage of a command and the description of its flags."""
     entry = COMMANDS[command]
     names = {*entry.flags, *re.findall(r"--([\w.=]+)", entry.usage)}
     if "FIELD=VALUE" in names:

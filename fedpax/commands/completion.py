@@ -39,12 +39,7 @@ def completion(arguments: Sequence[str]) -> int:
 
 
 def script(shell: str) -> str:
-    """Return the completion script of a shell, `"bash"` or `"zsh"`.
-
-    Example:
-        >>> "complete -F _fedpax fedpax" in script("bash")
-        True
-    """
+    """Return the completion script of a shell, `"bash"` or `"zsh"`."""
     names = experiments()
     by_command = []
     for command, entry in COMMANDS.items():

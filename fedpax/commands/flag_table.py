@@ -303,11 +303,5 @@ FLAGS = {
 
 
 def describe_flags(names: Collection[str]) -> str:
-    """Return what `fedpax --help` says of some flags.
-
-    Example:
-        >>> print(describe_flags(["days", "secure_sums"]))
-          --secure_sums     learn the sums of what sites send alone
-          --days            days until certificates expire (default 365)
-    """
+    """Return what `fedpax --help` says of some flags."""
     return "\n".join(flag.describe(name) for name, flag in FLAGS.items() if name in names)

@@ -95,14 +95,7 @@ START_AGAIN = (
 
 
 def describe_site(result: "JoinResult", folder: str, syncer: str, *, has_model: bool) -> str:
-    """Describe the result of a site with data of its own in words.
-
-    Example:
-        >>> from fedpax.sites.site_process import JoinResult
-        >>> result = JoinResult(7, finished=True, signal=None)
-        >>> describe_site(result, "runs/a", "oslo:7000", has_model=True)
-        'Finished: this site took part in 7 rounds; the model is saved in runs/a.'
-    """
+    """Describe the result of a site with data of its own in words."""
     saved = f"{'the model is saved' if has_model else 'no model was received'} in {folder}"
     took_part = f"this site took part in {count_of(result.rounds, 'round')}"
     if result.gave_up and result.finished:
@@ -118,13 +111,7 @@ def describe_site(result: "JoinResult", folder: str, syncer: str, *, has_model: 
 
 
 def describe(result: "JoinResult", folder: str, syncer: str) -> str:
-    """Describe the result of an island in words.
-
-    Example:
-        >>> from fedpax.sites.site_process import JoinResult
-        >>> describe(JoinResult(7, finished=True, signal=None), "runs/a", "oslo:7000")
-        'Finished: the syncer has done all merges; 7 rounds of this island are saved in runs/a.'
-    """
+    """Describe the result of an island in words."""
     verb = "is" if result.rounds == 1 else "are"
     trained = f"{count_of(result.rounds, 'round')} of this island {verb} saved in {folder}"
     if result.signal is not None:

@@ -98,13 +98,7 @@ def _train_elastically(
 
 
 def describe(result: TrainingResult, rounds: int, folder: str) -> str:
-    """Describe the result of a training run in one sentence.
-
-    Example:
-        >>> done = TrainingResult(4, True, rounds_trained=0, signal=None, evaluation=None)
-        >>> describe(done, 4, "runs/digits")
-        'Nothing to do: runs/digits holds all 4 of 4 rounds.'
-    """
+    """Describe the result of a training run in one sentence."""
     completed = f"{result.rounds} of {rounds} rounds"
     if result.signal is not None:
         saved = f"saved {completed} in {folder}" if result.rounds else "stopped before round 1"

@@ -157,12 +157,7 @@ def _arguments_in_errors() -> Iterator[None]:
 
 
 def in_python(message: str) -> str:
-    """Write a message that names flags with the arguments of `train`, and fields.
-
-    Example:
-        >>> in_python("Set another --job_log_dir, or --allow_config_change=training.rounds,rate to")
-        "Set another job_log_dir, or allow_config_change=['training.rounds', 'rate'] to"
-    """
+    """Write a message that names flags with the arguments of `train`, and fields."""
     message = message.replace(
         "Run the command with --help to see all fields.", "Print the experiment to see all fields."
     )

@@ -85,14 +85,7 @@ def _explaining(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def nearest_argument(unknown: str, known: list[str]) -> str | None:
-    """Return the argument that an unknown name most likely stands for, or None.
-
-    Example:
-        >>> nearest_argument("server_lr", ["cohort_size", "client_optimizer", "server_optimizer"])
-        'server_optimizer'
-        >>> nearest_argument("max_nrom", ["max_norm", "seed"])
-        'max_norm'
-    """
+    """Return the argument that an unknown name most likely stands for, or None."""
     own = unknown.lower().split("_")
     words = {*own, *(meant for word in own for meant in SYNONYMS.get(word, ()))}
 

@@ -100,12 +100,6 @@ def zero_results(closed: ClosedJaxpr, zeros: Sequence[bool]) -> list[bool]:
 
     A result is 0 if it is computed from zeros alone, by equations that keep them: no number is
     computed. False where this is not known.
-
-    Example:
-        >>> import jax
-        >>> jaxpr = jax.make_jaxpr(lambda x, y: (2 * x + 0, x * y, y))(1.0, 1.0)
-        >>> zero_results(jaxpr, [True, False])
-        [True, True, False]
     """
     jaxpr = closed.jaxpr
     known = {v for v, is_zero in zip(jaxpr.invars, zeros, strict=True) if is_zero}

@@ -25,12 +25,7 @@ MOST_ROWS = 20
 
 
 def smaller_is_better(name: str) -> bool:
-    """Return whether smaller values of a metric are better, also of clients' own models.
-
-    Example:
-        >>> smaller_is_better("personal_loss"), smaller_is_better("auc")
-        (True, False)
-    """
+    """Return whether smaller values of a metric are better, also of clients' own models."""
     return name.removeprefix("personal_") in SMALLER_IS_BETTER
 
 

@@ -18,14 +18,7 @@ It differs from the names of metrics, such as "deviation".
 
 
 def average_lines(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Average the lines of `metrics.jsonl` of several runs.
-
-    Example:
-        >>> def run(loss):
-        ...     return [{"kind": "evaluation", "round": 1, "loss": loss}]
-        >>> average_lines([run(1.0), run(2.0), run(3.0)])
-        [{'kind': 'evaluation', 'round': 1, 'loss': 2.0, '±': {'loss': 1.0}}]
-    """
+    """Average the lines of `metrics.jsonl` of several runs."""
     if len(runs) == 1:
         return [dict(line) for line in runs[0]]
     first, *later_runs = [{(line["kind"], line["round"]): line for line in run} for run in runs]
@@ -57,13 +50,7 @@ def is_number(value: Any) -> bool:
 
 
 def format_mean(line: Mapping[str, Any], name: str) -> str:
-    """Format a number of a line, with its standard deviation if it has one.
-
-    Example:
-        >>> line = {"loss": 2.0, DEVIATION: {"loss": 0.5}}
-        >>> format_mean(line, "loss"), format_mean({"loss": 2.0}, "loss"), format_mean({}, "loss")
-        ('2.0000 ± 0.5000', '2.0000', '-')
-    """
+    """Format a number of a line, with its standard deviation if it has one."""
     if name not in line:
         return "-"
     mean = f"{number_or_nan(line[name]):.4f}"
@@ -92,15 +79,7 @@ def metric_names(runs: Mapping[str, Lines]) -> list[str]:
 
 
 def format_metrics(runs: Mapping[str, Lines], metrics: Sequence[str] = ()) -> str:
-    """Format the last values of the metrics as a Markdown table, one run per line.
-
-    Example:
-        >>> lines = [{"kind": "evaluation", "round": 4, "loss": 0.5, "accuracy": 0.875}]
-        >>> print(format_metrics({"fedavg": lines}))
-        | experiment | held-out accuracy |
-        |------------|-------------------|
-        | fedavg     |            0.8750 |
-    """
+    """Format the last values of the metrics as a Markdown table, one run per line."""
     names = metrics or [
         name for name in metric_names(runs) if name != "loss" and not name.startswith(OF_SITE)
     ]
@@ -144,15 +123,7 @@ def check_metrics(metrics: Sequence[str], runs: Mapping[str, Lines]) -> None:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table: the first column aligned left, all others right.
-
-    Example:
-        >>> print(markdown_table(["run", "loss"], [["diloco", "2.5"], ["single", "12.5"]]))
-        | run    | loss |
-        |--------|------|
-        | diloco |  2.5 |
-        | single | 12.5 |
-    """
+    """Format a Markdown table: the first column aligned left, all others right."""
     # Names come from files, which can come from others.
     head = [escape_controls(cell) for cell in head]
     rows = [[escape_controls(cell) for cell in row] for row in rows]
@@ -169,12 +140,7 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_value(value: float) -> str:
-    """Format a metric: four decimals, and from a million on four digits.
-
-    Example:
-        >>> format_value(0.25), format_value(2.5e30)
-        ('0.2500', '2.5e+30')
-    """
+    """Format a metric: four decimals, and from a million on four digits."""
     return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
@@ -190,12 +156,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a time: in seconds, or from an hour on in hours and minutes.
-
-    Example:
-        >>> format_seconds(130.2), format_seconds(7500)
-        ('130 s', '2 h 05 min')
-    """
+    """Format a time: in seconds, or from an hour on in hours and minutes."""
     if seconds < 3600:
         return f"{seconds:.0f} s"
     return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"

@@ -118,15 +118,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def format_reports(reports: Sequence[RunReport]) -> str:
-    """Format reports as a Markdown table, one run per line.
-
-    Example:
-        >>> run = RunReport("diloco", "running", 30, 440, 2.5, math.nan, 9e3, "tokens", 3.2e6, 60.0)
-        >>> for line in format_reports([run]).splitlines()[::2]:
-        ...     print(line[:55])
-        | experiment | rounds | training loss | held-out loss |
-        | diloco     | 30/440 |        2.5000 |             - |
-    """
+    """Format reports as a Markdown table, one run per line."""
     head = (
         "experiment", "rounds", "training loss", "held-out loss", "trained on", "throughput",
         "communicated", "wall time", "state",
@@ -149,16 +141,7 @@ def format_reports(reports: Sequence[RunReport]) -> str:
 
 
 def format_goodput(reports: Sequence[RunReport]) -> str:
-    """Format the use of the runs' wall time as a Markdown table, one run per line.
-
-    Example:
-        >>> known = {"input": 1.0, "compile": 4.0, "step": 90.0, "evaluate": 3.0, "save": 2.0}
-        >>> run = RunReport("diloco", "running", 30, 440, 2.5, math.nan, 9e3, "tokens", 3.2e6, 60.0)
-        >>> print(format_goodput([run._replace(goodput={**known, "lost": 0.0}), run]))
-        | experiment | step (goodput) | input | compile | evaluate | save | lost | spikes |
-        |------------|----------------|-------|---------|----------|------|------|--------|
-        | diloco     |          90.0% |  1.0% |    4.0% |     3.0% | 2.0% | 0.0% |      0 |
-    """
+    """Format the use of the runs' wall time as a Markdown table, one run per line."""
     rest = [bucket for bucket in BUCKETS if bucket != "step"]
     rows = []
     for run in reports:

@@ -21,11 +21,6 @@ def to_json(configuration: Any, path: str = "") -> Any:
 
     A dataclass becomes an object with its fields and `"class": "module:Name"`; no field can have
     the name `class`. A tuple becomes a list.
-
-    Example:
-        >>> from fedpax.training.training_config import TrainingConfig
-        >>> to_json(TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1))["rounds"]
-        5
     """
     if dataclasses.is_dataclass(configuration) and not isinstance(configuration, type):
         check_is_dataclass(configuration)
@@ -76,16 +71,6 @@ def from_json(value: Any, file: str | PurePath = CONFIGURATION, own: Collection[
 
     The value can come from others. So a class that it names is one of fedpax's dataclasses, or one
     in `own`. Fields that were added to the class in the meantime take their defaults.
-
-    Example:
-        >>> from fedpax.training.training_config import TrainingConfig
-        >>> training = TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1)
-        >>> from_json(to_json(training)) == training
-        True
-        >>> from_json({"class": "os:system", "command": "ls"})  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ConfigurationError: config.json names the class ...
     """
     if isinstance(value, list):
         return tuple(from_json(item, file, own) for item in value)
@@ -114,12 +99,7 @@ def from_json(value: Any, file: str | PurePath = CONFIGURATION, own: Collection[
 
 
 def moved_out_of_main(value: Any, module: str) -> Any:
-    """Name the classes that a notebook or a script defined as classes of a module.
-
-    Example:
-        >>> moved_out_of_main({"class": "__main__:Model", "hidden": 8}, "mine")
-        {'class': 'mine:Model', 'hidden': 8}
-    """
+    """Name the classes that a notebook or a script defined as classes of a module."""
     if isinstance(value, list):
         return [moved_out_of_main(item, module) for item in value]
     if not isinstance(value, dict):
@@ -223,12 +203,7 @@ def name_of_class(class_: type) -> str:
 
 
 def is_within_fedpax(name: str) -> bool:
-    """Return whether `module:name` is in a module of fedpax.
-
-    Example:
-        >>> is_within_fedpax("fedpax.parallel.mesh:MeshConfig"), is_within_fedpax("mine:Model")
-        (True, False)
-    """
+    """Return whether `module:name` is in a module of fedpax."""
     return name.partition(":")[0].startswith("fedpax.")
 
 

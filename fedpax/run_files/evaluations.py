@@ -29,12 +29,6 @@ def parse_best_metric(text: str) -> BestMetric:
 
     Without `min:` or `max:`, smaller values are better if the name ends with `loss`, otherwise
     larger ones.
-
-    Example:
-        >>> parse_best_metric("loss"), parse_best_metric("min:perplexity")
-        (BestMetric(name='loss', smaller=True), BestMetric(name='perplexity', smaller=True))
-        >>> parse_best_metric("accuracy").smaller
-        False
     """
     order, colon, name = text.rpartition(":")
     if not name or (colon and order not in ("min", "max")):
@@ -55,15 +49,6 @@ class Evaluations:
         best_round: the round of the best evaluation; 0 before the first.
         best: its value; NaN before the first.
         waited: number of evaluations since then.
-
-    Example:
-        >>> lines = [{"kind": "evaluation", "round": n, "loss": x}
-        ...          for n, x in ((2, 1.5), (4, 1.2), (6, 1.3))]
-        >>> evaluations = Evaluations(lines, None, stop_after=2)
-        >>> evaluations.add(8, {"loss": 1.2}), evaluations.best_round
-        (False, 4)
-        >>> evaluations.reason
-        'the held-out loss has not improved on 1.2000, of round 4, in 2 evaluations'
     """
 
     def __init__(

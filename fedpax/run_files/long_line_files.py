@@ -228,13 +228,6 @@ def read_json_lines(
 
     The text after the last newline is left out, and not counted as damage: a process that was
     killed leaves an incomplete line there.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
-        >>> _ = path.write_text('{"round": 1}\nrou\n{"round": 3}\n{"rou')
-        >>> read_json_lines(path, lambda value: isinstance(value, dict), "expected objects.")
-        ([{'round': 1}, {'round': 3}], [2])
     """
     lines: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -255,10 +248,5 @@ def read_json_lines(
 
 
 def name_lines(numbers: Sequence[int]) -> str:
-    """Format the numbers of lines for a message.
-
-    Example:
-        >>> name_lines([8]), name_lines([8, 9])
-        ('line 8', 'lines 8, 9')
-    """
+    """Format the numbers of lines for a message."""
     return f"line{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

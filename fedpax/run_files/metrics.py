@@ -312,10 +312,6 @@ def with_quantiles(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace each vector by its quantiles, such as `accuracy/p10`; leave all else as it is.
 
     A value that is NaN or infinite is left out: a participant that is absent has none.
-
-    Example:
-        >>> with_quantiles({"loss": 0.5, "accuracy": np.array([0.1, 0.3, np.nan, 0.8])})
-        {'loss': 0.5, 'accuracy/p10': 0.14, 'accuracy/p50': 0.3, 'accuracy/p90': 0.7}
     """
     named: dict[str, Any] = {}
     for name, value in values.items():

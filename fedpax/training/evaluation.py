@@ -209,13 +209,7 @@ def evaluate_by_client(
 def map_examples(
     function: Callable[[Params, Any], Any], examples: Batch, *, batch_size: int = 128
 ) -> Callable[[Params], Any]:
-    """Make a function that applies a model to examples one by one, in batches of one size.
-
-    Example:
-        >>> double = map_examples(lambda w, batch: w * batch["x"][0], {"x": np.arange(3.0)})
-        >>> double(jnp.float32(2.0)).tolist()
-        [0.0, 2.0, 4.0]
-    """
+    """Make a function that applies a model to examples one by one, in batches of one size."""
     count = len(jax.tree.leaves(examples)[0])
     batch_size = min(batch_size, count)
 

@@ -198,14 +198,6 @@ def report_update_norm(
 
     A state whose `params` is not a field, but computed from its fields, gets no norm: computing it
     can need communication.
-
-    Example:
-        >>> from typing import NamedTuple
-        >>> class State(NamedTuple):
-        ...     params: jax.Array
-        >>> round = report_update_norm(lambda state, x: (State(state.params - x), {"loss": x[0]}))
-        >>> round(State(jnp.ones(2)), jnp.array([3.0, 4.0]))[1]["update_norm"].item()
-        5.0
     """
 
     def reporting(state: State, cohort: Any, *frozen: Any) -> tuple[State, Metrics]:
@@ -230,13 +222,6 @@ def turned_non_finite(before: State, after: State) -> Bool[Array, ""]:
     """Return whether a number of a state was finite before a round and is not after it.
 
     An infinity that a method keeps in its state, such as the smallest loss so far, is allowed.
-
-    Example:
-        >>> before = {"params": jnp.zeros(2), "least": jnp.inf}
-        >>> bool(turned_non_finite(before, before | {"params": jnp.ones(2)}))
-        False
-        >>> bool(turned_non_finite(before, before | {"params": jnp.array([1.0, jnp.nan])}))
-        True
     """
     turned = [
         jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new))

@@ -163,12 +163,7 @@ def with_exchanged_bytes(
 
 
 def tree_bytes(tree: chex.ArrayTree) -> int:
-    """Return the bytes of all arrays of a pytree.
-
-    Example:
-        >>> tree_bytes({"w": jnp.zeros((3, 2)), "b": jnp.zeros(2, jnp.bfloat16)})
-        28
-    """
+    """Return the bytes of all arrays of a pytree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

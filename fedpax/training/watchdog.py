@@ -144,16 +144,6 @@ class Profile(AbstractContextManager["Profile"]):
 
     The devices finish all earlier rounds before the trace starts, and the traced rounds before it
     ends, so these rounds do not overlap with others. Each round is a step of the trace.
-
-    Example:
-        >>> import tempfile
-        >>> folder, lines = Path(tempfile.mkdtemp()), []
-        >>> with Profile("2:1", folder, lines.append) as profile:
-        ...     for number in (1, 2, 3):
-        ...         profile.before(number, wait=lambda: None)
-        ...         profile.after(number, wait=lambda: None)
-        >>> print(lines[-1].partition(" in ")[0], len(list(folder.rglob("*.xplane.pb"))))
-        profile of rounds 2 to 2 1
     """
 
     def __init__(
@@ -220,12 +210,7 @@ class Profile(AbstractContextManager["Profile"]):
 
 
 def parse_profile_at(text: str) -> tuple[int, int]:
-    """Read the rounds to profile.
-
-    Example:
-        >>> parse_profile_at("50"), parse_profile_at("50:3")
-        ((50, 1), (50, 3))
-    """
+    """Read the rounds to profile."""
     match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
     if match is None:
         raise ArgumentError(
@@ -236,16 +221,7 @@ def parse_profile_at(text: str) -> tuple[int, int]:
 
 
 def check_profile_at(profile_at: str | None, rounds: int) -> None:
-    """Check that a run reaches the rounds to profile.
-
-    Example:
-        >>> check_profile_at("50:3", rounds=50)
-        >>> check_profile_at("50:3", rounds=12)
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentError: training.profile_at='50:3' begins at round 50, but ...
-        a round from 1 to 12. Set for example --training.profile_at=12, or more --training.rounds.
-    """
+    """Check that a run reaches the rounds to profile."""
     if profile_at is not None and (first := parse_profile_at(profile_at)[0]) > rounds:
         raise ArgumentError(
             f"training.profile_at={profile_at!r} begins at round {first}, but "

@@ -77,3 +77,7 @@ def test_devices_that_cannot_be_used_are_a_problem(
 def test_an_argument_is_refused(command: Command) -> None:
     status, _, errors = command("doctor", "now")
     assert status == 2 and "got 'now', expected no arguments" in errors
+
+
+def test_versions_are_compared_by_number() -> None:
+    assert doctor._numbers("0.10.2.dev3") < doctor._numbers("0.11")

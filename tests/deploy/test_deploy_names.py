@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import fedpax.deploy
+from fedpax.deploy.flower.app_files import _plain
 
 
 @pytest.mark.parametrize("name", fedpax.deploy.__all__)
@@ -30,3 +31,7 @@ def test_a_process_that_forwards_messages_imports_no_jax():
     code = "import sys, fedpax.deploy.flower.app; print({'jax', 'flwr'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_text_in_an_app_ends_no_text_of_toml() -> None:
+    assert _plain(r'C:\new\my "file".py:f') == "C:_new_my _file_.py:f"

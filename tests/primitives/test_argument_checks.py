@@ -14,6 +14,7 @@ from fedpax import aggregators, algorithms
 from fedpax.aggregators import codecs
 from fedpax.algorithms import fedavg
 from fedpax.clients import client_store, gather_clients, scatter_clients
+from fedpax.primitives.argument_checks import nearest_argument
 from fedpax.training import evaluate_by_client, evaluator
 
 
@@ -94,3 +95,9 @@ def test_a_donated_model_or_store_says_what_to_do():
         gather_clients(store, np.array([0]))
     with pytest.raises(RuntimeError, match=r"store\.rows\['w'\] has been deleted"):
         scatter_clients(store, np.array([0]), {"w": np.ones((1, 3), np.float32)})
+
+
+def test_the_nearest_of_several_names():
+    known = ["cohort_size", "client_optimizer", "server_optimizer"]
+    assert nearest_argument("server_lr", known) == "server_optimizer"
+    assert nearest_argument("max_nrom", ["max_norm", "seed"]) == "max_norm"

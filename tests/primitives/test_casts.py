@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given
 
 import fedpax
-from fedpax.primitives.casts import checked_cast, checked_tree, device_array, device_weights
+from fedpax.errors import ArgumentTypeError
+from fedpax.primitives.casts import (
+    checked_cast,
+    checked_tree,
+    device_array,
+    device_weights,
+    real_number,
+)
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 FLOATS = ["float16", "float32", "float64", "longdouble"]
@@ -172,3 +179,10 @@ def test_strings_name_their_conversion():
         average(VALUES, text)
     with pytest.raises(TypeError, match=r"x .*StringDType.*np\.unique"):
         fedpax.program(clients=3)(lambda x: fedpax.federated_sum(text))(VALUES)
+
+
+def test_a_real_number_is_a_float_or_told():
+    assert real_number("alpha", np.float32(0.5)) == 0.5
+    words = r"alpha is \(1\+2j\), expected one real number. Pass for"
+    with pytest.raises(ArgumentTypeError, match=words):
+        real_number("alpha", 1 + 2j)

@@ -19,6 +19,7 @@ from federated_cases import (
 
 import fedpax
 from fedpax import federated_broadcast, federated_map, federated_mean, federated_sum, primitives
+from fedpax.primitives.jaxpr_analysis import zero_results
 
 N = 7  # no other size below is 7: an axis of that size belongs to the participants
 PRIMITIVES = {
@@ -256,3 +257,8 @@ def test_unused_results_of_maps_are_pruned():
     names = primitive_names(jax.grad(lambda x: jnp.sum(looped(x))), normal(N, 2))
     assert "cos" in names
     assert "exp" not in names
+
+
+def test_results_of_zeros_are_zero_by_equations_that_keep_them():
+    jaxpr = jax.make_jaxpr(lambda x, y: (2 * x + 0, x * y, y))(1.0, 1.0)
+    assert zero_results(jaxpr, [True, False]) == [True, True, False]

@@ -10,6 +10,8 @@ from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.configuration import (
     differences,
     from_json,
+    is_within_fedpax,
+    moved_out_of_main,
     own_classes,
     read_configuration,
     to_json,
@@ -187,3 +189,13 @@ def test_a_wrong_name_of_a_bucket_is_told(name: str) -> None:
         resolve_folder(f"gs://{name}/run")
     with pytest.raises(ConfigurationError, match="is not a folder of a bucket that a run can use"):
         resolve_folder("s3://x/run")
+
+
+def test_classes_are_named_and_never_run() -> None:
+    with pytest.raises(ConfigurationError, match=r"config\.json names the class"):
+        from_json({"class": "os:system", "command": "ls"})
+    moved = moved_out_of_main({"class": "__main__:Model", "hidden": 8}, "mine")
+    assert moved == {"class": "mine:Model", "hidden": 8}
+    assert is_within_fedpax("fedpax.parallel.mesh:MeshConfig") and not is_within_fedpax(
+        "mine:Model"
+    )

@@ -12,8 +12,10 @@ from fedpax.run_files import long_line_files
 from fedpax.run_files.long_line_files import (
     PARTS_MERGED,
     LineCopy,
+    name_lines,
     part_starts,
     read_chunks,
+    read_json_lines,
     read_lines,
     read_ranges,
 )
@@ -120,3 +122,11 @@ def test_pieces_and_ranges_of_a_file(
     ranges = list(pairwise(sorted(min(cut, len(text)) for cut in cuts)))
     parts = b"".join(text[start:end] for start, end in ranges)
     assert b"".join(read_ranges(path, ranges)) == parts
+
+
+def test_undamaged_lines_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"round": 1}\nrou\n{"round": 3}\n{"rou')
+    lines, damaged = read_json_lines(path, lambda value: isinstance(value, dict), "objects.")
+    assert (lines, damaged) == ([{"round": 1}, {"round": 3}], [2])
+    assert (name_lines([8]), name_lines([8, 9])) == ("line 8", "lines 8, 9")

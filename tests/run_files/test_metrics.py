@@ -6,7 +6,13 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from fedpax.errors import ConfigurationError
-from fedpax.run_files.metrics import MetricsWriter, describe_damage, read_metrics, select
+from fedpax.run_files.metrics import (
+    MetricsWriter,
+    describe_damage,
+    read_metrics,
+    select,
+    with_quantiles,
+)
 from fedpax.run_files.paths import METRICS
 
 
@@ -156,3 +162,9 @@ def test_a_run_line_whose_unit_is_no_text_is_damaged(tmp_path: Path) -> None:
     assert describe_damage(tmp_path, 0) == [
         f"{tmp_path / METRICS}: line 1 cannot be read and is left out."
     ]
+
+
+def test_vectors_have_quantiles_of_what_is_finite() -> None:
+    values = {"loss": 0.5, "accuracy": np.array([0.1, 0.3, np.nan, 0.8])}
+    quantiles = {"accuracy/p10": 0.14, "accuracy/p50": 0.3, "accuracy/p90": 0.7}
+    assert with_quantiles(values) == pytest.approx({"loss": 0.5, **quantiles})

@@ -11,8 +11,14 @@ from small_regression import regression, single_client
 import fedpax
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.clients import client_store, gather_clients, scatter_clients
+from fedpax.errors import ArgumentError
 from fedpax.parallel.mesh import make_mesh
-from fedpax.training.compiled_round import CompiledRound, compile_round, init_state
+from fedpax.training.compiled_round import (
+    CompiledRound,
+    check_same_types,
+    compile_round,
+    init_state,
+)
 from fedpax.training.experiment import Run, Shardings
 from fedpax.training.prefetch import put_on_mesh
 
@@ -303,3 +309,9 @@ def test_a_client_store_in_the_state_is_sharded_over_the_mesh() -> None:
 def test_a_round_is_compiled_with_the_options_of_its_run() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
         one_round(single_client().build()._replace(compiler_options={"no_such_option": "false"}))
+
+
+def test_a_cohort_of_other_types_is_told() -> None:
+    one, other = (fedpax.Cohort({"x": np.ones((2, steps, 4))}) for steps in (3, 5))
+    with pytest.raises(ArgumentError, match=r"is float64\[2, 5, 4\] and was float64\[2, 3, 4\]"):
+        check_same_types(7, other, one)

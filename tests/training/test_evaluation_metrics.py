@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedpax.training.evaluation import map_examples
 from fedpax.training.logging import _as_floats
 
 
@@ -30,3 +32,8 @@ def test_numbers_of_any_kind_are_floats_and_vectors_have_quantiles() -> None:
     floats, vectors = _as_floats(values)
     assert floats["loss"] == 0.5 and floats["count"] == 3 and np.isnan(floats["nan"])
     assert floats["v/p50"] == 1.0 and vectors["v"].tolist() == [0, 1, 2]
+
+
+def test_a_model_is_applied_to_each_example() -> None:
+    double = map_examples(lambda w, batch: w * batch["x"][0], {"x": np.arange(3.0)})
+    assert double(jnp.float32(2.0)).tolist() == [0.0, 2.0, 4.0]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.training import spikes
-from fedpax.training.spikes import FiniteCheck
+from fedpax.training.spikes import FiniteCheck, report_update_norm, turned_non_finite
 
 
 class State(NamedTuple):
@@ -70,3 +70,17 @@ def test_the_check_does_not_keep_a_round_from_reusing_the_state() -> None:
     address = state.params.unsafe_buffer_pointer()
     state = double(state)
     assert check.find(state) is None and state.params.unsafe_buffer_pointer() == address
+
+
+def test_an_infinity_that_was_there_is_allowed() -> None:
+    before = {"params": jnp.zeros(2), "least": jnp.inf}
+    assert not turned_non_finite(before, before | {"params": jnp.ones(2)})
+    assert turned_non_finite(before, before | {"params": jnp.array([1.0, jnp.nan])})
+
+
+def test_a_round_reports_the_norm_of_its_update() -> None:
+    class State(NamedTuple):
+        params: jax.Array
+
+    round = report_update_norm(lambda state, x: (State(state.params - x), {"loss": x[0]}))
+    assert round(State(jnp.ones(2)), jnp.array([3.0, 4.0]))[1]["update_norm"].item() == 5.0

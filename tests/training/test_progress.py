@@ -3,11 +3,12 @@ import re
 import sys
 import types
 
+import jax
 import pytest
 from tqdm.utils import disp_len
 
 from fedpax.training import progress as progress_module
-from fedpax.training.progress import Progress
+from fedpax.training.progress import Progress, describe_devices, format_metrics
 
 
 class Terminal(io.StringIO):
@@ -109,3 +110,9 @@ def test_a_bar_stays_on_one_line(name: str, columns: int, monkeypatch: pytest.Mo
     assert disp_len(line) < columns
     assert "1/1000" in line and "loss 1.2500" in line and "held-out 1.5000" in line
     assert ("examples/s" in line) == (columns == 200)
+
+
+def test_devices_and_metrics_in_a_few_words() -> None:
+    described = describe_devices(jax.make_mesh((1,), ("clients",)))
+    assert re.fullmatch(r"1 .+ device", described)
+    assert format_metrics({"accuracy": 0.75, "loss": 0.5}) == "loss 0.5000, accuracy 0.7500"

@@ -7,6 +7,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import pytest
 from small_regression import Regression, regression
 
@@ -15,6 +16,8 @@ from fedpax.checkpoints.orbax_files import open_checkpoints
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.trainer import train
+from fedpax.training.training_config import is_due, last_due_before
+from fedpax.training.virtual_time import tree_bytes
 
 
 def settings(experiment: Regression, **changes: Any) -> Regression:
@@ -127,3 +130,12 @@ def test_waiting_while_the_devices_work_is_not_counted(tmp_path: Path) -> None:
     lines = select(read_metrics(tmp_path), "training")[2:]
     idle = sum(line["input_wait_fraction"] * line["seconds"] for line in lines)
     assert idle < 0.1 * sum(line["seconds"] for line in lines)
+
+
+def test_rounds_after_which_a_run_evaluates() -> None:
+    assert [number for number in range(1, 12) if is_due(number, 11, 5, 4)] == [4, 5, 8, 10, 11]
+    assert (last_due_before(10, 5, 4), last_due_before(4, 5, 4)) == (8, 0)
+
+
+def test_bytes_of_a_tree() -> None:
+    assert tree_bytes({"w": jnp.zeros((3, 2)), "b": jnp.zeros(2, jnp.bfloat16)}) == 28

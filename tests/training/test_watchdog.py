@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from fedpax.errors import ArgumentError
 from fedpax.run_files.goodput import GoodputClock
-from fedpax.training.watchdog import HANG_STATUS, Watchdog
+from fedpax.training.watchdog import (
+    HANG_STATUS,
+    Profile,
+    Watchdog,
+    check_profile_at,
+    parse_profile_at,
+)
 
 SECONDS = 0.2
 
@@ -131,3 +138,20 @@ with Watchdog(clock, folder, lambda: 3, hang_after=0.1, on_hang="exit"):
     assert done.returncode == HANG_STATUS
     assert "in round 3 while waiting for its cohort" in done.stderr and "Exiting." in done.stderr
     assert (tmp_path / "goodput.json").exists() and len(reports(tmp_path)) == 1
+
+
+def test_rounds_are_profiled(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with Profile("2:1", tmp_path, lines.append) as profile:
+        for number in (1, 2, 3):
+            profile.before(number, wait=lambda: None)
+            profile.after(number, wait=lambda: None)
+    assert lines[-1].startswith("profile of rounds 2 to 2 in ")
+    assert len(list(tmp_path.rglob("*.xplane.pb"))) == 1
+
+
+def test_rounds_to_profile_are_read_and_checked() -> None:
+    assert (parse_profile_at("50"), parse_profile_at("50:3")) == ((50, 1), (50, 3))
+    check_profile_at("50:3", rounds=50)
+    with pytest.raises(ArgumentError, match=r"='50:3' begins at round 50, but .*_at=12, or more"):
+        check_profile_at("50:3", rounds=12)

@@ -49,12 +49,7 @@ def _join_description(field: StructFieldSpec) -> StructFieldSpec:
 
 
 def join_lines(text: str) -> str:
-    r"""Join the lines of each paragraph.
-
-    Example:
-        >>> join_lines("The loss, such as\n`mean`.\n\nDefault: none.")
-        'The loss, such as `mean`.\n\nDefault: none.'
-    """
+    """Join the lines of each paragraph."""
     return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
 
 
@@ -63,12 +58,7 @@ _LISTS = ("data.optional_columns", "data.types")
 
 
 def split_columns(words: Sequence[str]) -> list[str]:
-    """Divide lists of columns at their commas, for tyro, which divides values at spaces.
-
-    Example:
-        >>> split_columns(["--data.optional_columns=note,size", "--data.types", "a=int8,b=int8"])
-        ['--data.optional_columns', 'note', 'size', '--data.types', 'a=int8', 'b=int8']
-    """
+    """Divide lists of columns at their commas, for tyro, which divides values at spaces."""
     divided, is_list = list[str](), False
     for word in words:
         if not word.startswith("--"):

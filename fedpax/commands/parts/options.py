@@ -94,13 +94,7 @@ def parse_run(command: str, arguments: Sequence[str]) -> tuple[flags.FlagValues,
 
 
 def did_you_mean_flag(options: flags.FlagValues, unknown: Sequence[str]) -> str:
-    """Return a sentence with the flag of a command that is most similar to an unknown argument.
-
-    Example:
-        >>> options, unknown = parse("show", ["--job_logdir=x"])
-        >>> did_you_mean_flag(options, unknown)
-        ' Did you mean --job_log_dir?'
-    """
+    """Return a sentence with the flag of a command that is most similar to an unknown argument."""
     names = [word.partition("=")[0].removeprefix("--") for word in unknown if word[:2] == "--"]
     near = [flag for name in names for flag in difflib.get_close_matches(name, list(options), n=1)]
     return f" Did you mean --{near[0]}?" if near else ""
@@ -128,12 +122,7 @@ def check_job_log_dir(options: flags.FlagValues) -> None:
 
 
 def output_file(flag: str, name: str | None, suffix: str = "") -> Path | None:
-    """Check the file that a command writes at its end, before its work, and make the file's folder.
-
-    Example:
-        >>> output_file("json", None) is None
-        True
-    """
+    """Check the file that a command will write, and make its folder."""
     if not name:
         return None
     example = f"Set for example --{flag}={flag}{suffix or '.txt'}."
@@ -311,13 +300,7 @@ def _describe_choices(name: str, value: Settings) -> str:
 
 
 def describe_group(experiment: Experiment, overrides: Sequence[str]) -> str:
-    """Return a sentence on the first argument that names a group of fields and not a field.
-
-    Example:
-        >>> from fedpax.experiments.catalog import find_experiment
-        >>> describe_group(find_experiment("diloco_text")(), ["--mesh=4"])
-        '--mesh is a MeshConfig, set in the code of the experiment. Set one of its fields, such ...'
-    """
+    """Return a sentence on the first argument that names a group of fields and not a field."""
     for word in overrides:
         name = word.partition("=")[0].removeprefix("--")
         try:

@@ -118,11 +118,6 @@ def encode_texts(column: Any) -> tuple[list[str], Int64[np.ndarray, " examples"]
 
     Whole numbers have no decimal point, so that 3 and 3.0 are equal; booleans are "true" and
     "false".
-
-    Example:
-        >>> distinct, places = encode_texts(arrow_column([3.0, None, 4.0, 3.0]))
-        >>> distinct, places.tolist()
-        (['3', '4'], [0, -1, 1, 0])
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -211,14 +206,7 @@ _MOST_OTHERS = 5  # distinct values that can be marks for a missing value
 
 
 class TextValues:
-    """Count the values of a column of texts by what they look like, over several parts.
-
-    Example:
-        >>> values = TextValues()
-        >>> values.add(["1.5", "?", "2", "?", "7"])
-        >>> values.describe("age")[:66]
-        "'age' is text, because it has '?' among 3 numbers. If this value m"
-    """
+    """Count the values of a column of texts by what they look like, over several parts."""
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(_KINDS, 0)

@@ -188,12 +188,7 @@ def app_name(name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    r"""Return a text without the characters that end a text of TOML or Python, or begin an escape.
-
-    Example:
-        >>> _plain(r'C:\new\my "file".py:f')
-        'C:_new_my _file_.py:f'
-    """
+    """Replace the characters that end a text of TOML or Python, or begin an escape."""
     return re.sub(r"[^\w .:/-]", "_", text)
 
 

@@ -25,14 +25,15 @@ class Cohorts:
 
     num_clients = POPULATION
 
-    def __init__(self, pause: float) -> None:
-        self._batches = RandomRounds((COHORT, 2, 8), FEATURES, seed=0)
+    def __init__(self, cohort: int, pause: float) -> None:
+        self._cohort = cohort
+        self._batches = RandomRounds((cohort, 2, 8), FEATURES, seed=0)
         self._pause = pause
 
     def __next__(self) -> Cohort:
         time.sleep(self._pause)
         rng = np.random.default_rng(self._batches.round)
-        ids = rng.permutation(POPULATION)[:COHORT].astype(np.int32)
+        ids = rng.permutation(POPULATION)[: self._cohort].astype(np.int32)
         return Cohort(next(self._batches), client_ids=ids)
 
     def get_state(self) -> dict[str, Any]:
@@ -47,9 +48,11 @@ class Scaffold(Experiment):
     """SCAFFOLD on a random regression.
 
     Attributes:
+        cohort: clients of a round.
         pause: seconds before each cohort is drawn, so that signals arrive during the training.
     """
 
+    cohort: int = COHORT
     pause: float = 0.0
 
     def build(self) -> Run:
@@ -66,14 +69,14 @@ class Scaffold(Experiment):
         return Run(
             algorithm=scaffold(
                 loss_fn,
-                cohort_size=COHORT,
+                cohort_size=self.cohort,
                 num_clients=POPULATION,
                 client_optimizer=optax.sgd(0.05),
             ),
             init=init,
-            cohorts=Cohorts(self.pause),
+            cohorts=Cohorts(self.cohort, self.pause),
             evaluate=lambda params: {"loss": float(params["out"].sum())},
-            items_per_round=COHORT * 2 * 8,
+            items_per_round=self.cohort * 2 * 8,
             mesh=self.mesh.make(available_devices()[: self.mesh.size]),
             placement="clients",
         )

@@ -43,9 +43,9 @@ from fedpax.checkpoints.saved_rounds import (
 )
 from fedpax.checkpoints.saved_state import (
     check_same_leaves,
-    check_same_rows,
-    saved_shapes,
+    saved_leaves,
     saved_struct,
+    shapes_of_same_clients,
 )
 from fedpax.checkpoints.state_parts import StateParts
 from fedpax.console import print_error
@@ -242,12 +242,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         wanted = ocp.tree.to_flat_dict(like)
         step = self._verified_round()
         with self._reading(step):
-            saved = saved_shapes(self._folder, step)
+            saved = saved_leaves(self._folder, step)
         position = self.restore_position()
-        check_same_leaves(wanted, saved, step)
-        check_same_rows(like, saved)
+        check_same_leaves(wanted, saved.shapes, step)
+        shapes = shapes_of_same_clients(like, saved)
         stored = {
-            path: saved_struct(leaf, saved[path], path, num_participants, position.participants)
+            path: saved_struct(leaf, shapes[path], path, num_participants, position.participants)
             for path, leaf in wanted.items()
         }
         for path, leaf in wanted.items():

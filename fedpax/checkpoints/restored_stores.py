@@ -26,6 +26,8 @@ class RestoredStores(NamedTuple):
 def restore_stores(folder: Path, ancestors: Lineage, like: Any) -> RestoredStores:
     """Restore the client stores of a state onto its shardings."""
     stores = stores_of(like)
+    if not stores:
+        return RestoredStores({}, {})
     leaves = _restore_all_rows(folder, ancestors[0][0], stores)
     newest = rows_of_one_checkpoint(like)
     for parent, stores_rows in _changed_rows(folder, ancestors):
@@ -50,21 +52,24 @@ def _restore_all_rows(
     options = ocp.CheckpointManagerOptions(create=False)
     with open_to_read(folder, options) as manager:
         saved = manager.item_metadata(step)["state"]
-        item = {path[0]: jax.tree.map(lambda leaf: 0, saved[path[0]]) for path in stores}
-        arguments: Any = {
-            path: ocp.RestoreArgs(restore_type=np.ndarray) for path in ocp.tree.to_flat_dict(item)
-        }
+        fields = {name: saved[name] for name in saved}
+        # Only the stores are read.
+        arguments: Any = dict.fromkeys(ocp.tree.to_flat_dict(fields), ocp.RestoreArgs())
+        leaves: dict[Any, Any] = dict.fromkeys(arguments, ocp.PLACEHOLDER)
         names = {
             path: [(*path, *name) for name in ocp.tree.to_flat_dict({"rows": store.rows})]
             for path, store in stores.items()
         }
         for path, store in stores.items():
             for name, leaf in zip(names[path], jax.tree.leaves(store), strict=True):
-                arguments[name] = ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype)
+                # Rows of another number of devices: the last ones are padding, added or left out.
+                leaves[name] = leaf
+                arguments[name] = ocp.ArrayRestoreArgs(
+                    sharding=leaf.sharding, dtype=leaf.dtype, global_shape=leaf.shape, strict=False
+                )
         restore = ocp.args.PyTreeRestore(
-            item=item,
-            restore_args=ocp.tree.from_flat_dict(arguments, target=item),
-            partial_restore=True,
+            item=ocp.tree.from_flat_dict(leaves, target=fields),
+            restore_args=ocp.tree.from_flat_dict(arguments, target=fields),
         )
         found = manager.restore(step, args=ocp.args.Composite(state=restore))["state"]
         flat = ocp.tree.to_flat_dict(found)

@@ -111,9 +111,24 @@ def _names(path: Any) -> StorePath:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
-def without_stores(state: Any) -> Any:
-    """Replace the client stores of a state by empty dicts."""
-    return jax.tree.map(lambda node: {} if is_store(node) else node, state, is_leaf=is_store)
+CLIENTS = "clients"
+
+
+def record_of_stores(state: Any) -> dict[str, Any] | None:
+    """Return what a saved state tells of its client stores: the numbers of clients, by path."""
+    clients = {".".join(path): store.num_clients for path, store in stores_of(state).items()}
+    return {CLIENTS: clients} if clients else None
+
+
+def without_stores(state: Any, leaf: Any = None) -> Any:
+    """Replace the client stores of a state by empty dicts, or each of their leaves by `leaf`."""
+
+    def replace(node: Any) -> Any:
+        if not is_store(node):
+            return node
+        return {} if leaf is None else jax.tree.map(lambda _: leaf, node)
+
+    return jax.tree.map(replace, state, is_leaf=is_store)
 
 
 def with_stores(state: Any, like: Any, leaves: Mapping[StorePath, Any]) -> Any:

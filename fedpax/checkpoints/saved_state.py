@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from fedpax.algorithm import Params
 from fedpax.checkpoints.orbax_files import ocp, open_to_read
 from fedpax.checkpoints.participant_states import saved_placed_struct
 from fedpax.checkpoints.restored_stores import complete_rows
-from fedpax.checkpoints.row_changes import lineage, stores_of
+from fedpax.checkpoints.row_changes import CLIENTS, lineage, stores_of
 from fedpax.checkpoints.saved_rounds import damaged_checkpoint, find_damage, find_own_damage
 from fedpax.errors import ArgumentError
 from fedpax.run_files.configuration import flatten, read_configuration_json
@@ -176,17 +176,27 @@ def among(
     return Evaluations([line for line in lines if line["round"] in rounds], keep_best, 0)
 
 
-def saved_shapes(folder: Path, step: int) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Return the shapes of a checkpoint's leaves by path, without reading the arrays."""
+class SavedLeaves(NamedTuple):
+    """The leaves of a checkpoint's state, without their values."""
+
+    shapes: dict[tuple[str, ...], tuple[int, ...]]  # by path
+    # the number of clients of each store, by its path; empty if an earlier version saved it
+    clients: Mapping[str, int]
+
+
+def saved_leaves(folder: Path, step: int) -> SavedLeaves:
+    """Return the leaves of a checkpoint's state, without reading the arrays."""
     with open_to_read(folder, ocp.CheckpointManagerOptions(create=False)) as manager:
         ancestors = lineage(folder, step)
-        saved = ocp.tree.to_flat_dict(manager.item_metadata(step)["state"])
+        metadata = manager.item_metadata(step)["state"]
+        saved = ocp.tree.to_flat_dict(metadata)
         stores = {tuple(path) for _, parent in ancestors if parent for path in parent.stores}
         if stores:
             whole = ocp.tree.to_flat_dict(manager.item_metadata(ancestors[0][0])["state"])
             rows = {name: leaf for name, leaf in whole.items() if _store_of(name, stores)}
             saved = {**rows, **saved}
-        return {path: tuple(leaf.shape) for path, leaf in saved.items()}
+        shapes = {path: tuple(leaf.shape) for path, leaf in saved.items()}
+        return SavedLeaves(shapes, (metadata.custom_metadata or {}).get(CLIENTS, {}))
 
 
 def _store_of(path: tuple[str, ...], stores: Collection[tuple[str, ...]]) -> tuple[str, ...] | None:
@@ -250,19 +260,30 @@ def check_same_leaves(
         )
 
 
-def check_same_rows(like: Any, saved: Mapping[tuple[str, ...], tuple[int, ...]]) -> None:
-    """Check that client stores have the saved numbers of rows: a row belongs to one client."""
+def shapes_of_same_clients(like: Any, saved: SavedLeaves) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Return the saved shapes, with the experiment's numbers of rows for stores of equal clients.
+
+    A row belongs to one client, or is padding, whose number depends on the devices.
+    """
+    shapes = dict(saved.shapes)
     for path, store in stores_of(like).items():
         for name, leaf in ocp.tree.to_flat_dict({"rows": store.rows}).items():
-            rows = saved[*path, *name][0]
-            if rows != leaf.shape[0]:
+            rows, *rest = shapes[*path, *name]
+            # Without a record, only equal numbers of rows can be of equal clients.
+            unit, before = "rows", rows
+            now = leaf.shape[0]
+            if (known := saved.clients.get(".".join(path))) is not None:
+                unit, before, now = "clients", known, store.num_clients
+            if before != now:
                 raise ArgumentError(
-                    f"The checkpoint's {'.'.join(path)} has {rows} rows, expected {leaf.shape[0]} "
-                    f"for the experiment's {store.num_clients} clients: a row is the state of one "
-                    "client, or padding to a multiple of 8 and of the devices. Set the number of "
-                    "clients that was saved, or start a new run from the saved model (`fedpax "
-                    "export`, --model.weights), in which all clients begin with a new state."
+                    f"The checkpoint's {'.'.join(path)} has {before} {unit}, expected {now} for "
+                    f"the experiment's {store.num_clients} clients: a row is the state of one "
+                    "client. Set the number of clients that was saved, or start a new run from the "
+                    "saved model (`fedpax export`, --model.weights), in which all clients begin "
+                    "with a new state."
                 )
+            shapes[*path, *name] = (leaf.shape[0], *rest)
+    return shapes
 
 
 def _find(

@@ -18,7 +18,7 @@ from fedpax.checkpoints.row_changes import (
     identity_of,
     lineage,
     read_parents,
-    rows_of_one_checkpoint,
+    record_of_stores,
     with_stores,
     without_stores,
 )
@@ -57,6 +57,7 @@ class StateParts:
             items["params"] = _in_chunks(on_one_device(state.params))
         if not self._has_needed_rounds():
             self._rows.forget()
+        record = record_of_stores(state)
         self._parent = None
         self._parents.pop(round_number, None)
         if (changed := self._rows.advance(round_number, state)) is not None:
@@ -64,7 +65,7 @@ class StateParts:
             self._parents[round_number] = changed.parent.round
             items["rows"] = _in_chunks(changed.stores)
             state = without_stores(state)
-        items["state"] = _in_chunks(on_one_device(state))
+        items["state"] = _in_chunks(on_one_device(state), record)
         return items
 
     def _has_needed_rounds(self) -> bool:
@@ -87,21 +88,20 @@ class StateParts:
     def restore(self, manager: "ocp.CheckpointManager", step: int, like: State) -> Any:
         """Restore the state of a checkpoint; the next one then writes what has changed."""
         ancestors = lineage(self._folder, step)
-        is_whole = len(ancestors) == 1
-        item = like if is_whole else without_stores(like)
+        item = (
+            without_stores(like, ocp.PLACEHOLDER) if len(ancestors) == 1 else without_stores(like)
+        )
         arguments = ocp.checkpoint_utils.construct_restore_args(item)
         restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments)
         state = manager.restore(step, args=ocp.args.Composite(state=restore)).state
-        newest = rows_of_one_checkpoint(like)
-        if not is_whole:
-            leaves, newest = restore_stores(self._folder, ancestors, like)
-            state = with_stores(state, like, leaves)
+        leaves, newest = restore_stores(self._folder, ancestors, like)
+        state = with_stores(without_stores(state), like, leaves)
         rounds = {0 if parent is None else parent.position: number for number, parent in ancestors}
         self._rows.start(state, rounds, newest)
         return state
 
 
-def _in_chunks(tree: Any) -> "ocp.args.CheckpointArgs":
+def _in_chunks(tree: Any, record: Any = None) -> "ocp.args.CheckpointArgs":
     """Save arrays in chunks: saved whole, they are in memory two more times while they are written.
 
     A CPU reads them in place: a step to which they are donated then copies them.
@@ -111,4 +111,5 @@ def _in_chunks(tree: Any) -> "ocp.args.CheckpointArgs":
         tree,
         save_args=jax.tree.map(lambda leaf: in_chunks, tree),
         ocdbt_target_data_file_size=FILE_BYTES,
+        custom_metadata=record,
     )

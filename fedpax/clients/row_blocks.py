@@ -174,7 +174,7 @@ def on_devices_of(blocks: RowBlocks, fn: Any, in_specs: Any, out_specs: Any) -> 
 
 # The rows of a client store on the devices of a mesh.
 ROW_MULTIPLE = 8
-"""The number of rows is a multiple of this, so that 1, 2, 4 and 8 devices have the same shapes."""
+"""The number of rows is a multiple of this: 1, 2, 4 and 8 devices have arrays of equal shapes."""
 
 
 def count_rows(num_clients: int, num_devices: int) -> int:

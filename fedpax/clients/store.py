@@ -60,9 +60,9 @@ class ClientStore(Generic[State]):
 
     Attributes:
         rows: a pytree of arrays `[rows, ...]`, row k for client k. `rows` is `num_clients` rounded
-            up to a multiple of 8 and of the number of devices on the placement's mesh axis, so a
-            checkpoint can be restored on 1, 2, 4 or 8 devices. Rows from `num_clients` on are
-            padding: no client reads or writes them.
+            up to a multiple of 8 and of the number of devices on the placement's mesh axis. Rows
+            from `num_clients` on are padding: no client reads or writes them, and a checkpoint is
+            restored on any number of devices.
         num_clients: the size of the population.
     """
 

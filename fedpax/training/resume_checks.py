@@ -14,10 +14,10 @@ from fedpax.checkpoints.orbax_files import ocp
 from fedpax.checkpoints.participant_states import check_resizable
 from fedpax.checkpoints.saved_state import (
     check_same_leaves,
-    check_same_rows,
     has_saved_shape,
     load_params,
-    saved_shapes,
+    saved_leaves,
+    shapes_of_same_clients,
 )
 from fedpax.clients.cohort import CohortStream, fingerprint
 from fedpax.console import print_error
@@ -193,7 +193,7 @@ def describe_state_misfit(saved_in: Path, experiment: Experiment) -> str | None:
         step = latest_round(saved_in)
         if step is None:
             return None
-        saved = saved_shapes(resolve_folder(saved_in) / CHECKPOINTS, step)
+        saved = saved_leaves(resolve_folder(saved_in) / CHECKPOINTS, step)
         run = experiment.build()
         with jax.set_mesh(run.mesh):
             params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
@@ -202,13 +202,13 @@ def describe_state_misfit(saved_in: Path, experiment: Experiment) -> str | None:
         return None
     wanted = ocp.tree.to_flat_dict(state)
     try:
-        check_same_leaves(wanted, saved, step)
-        check_same_rows(state, saved)
+        check_same_leaves(wanted, saved.shapes, step)
+        shapes = shapes_of_same_clients(state, saved)
         for path, leaf in wanted.items():
             # The first axis of any leaf but the model's can be the participants'.
             participants = leaf.shape[0] if leaf.shape else None
-            if not has_saved_shape(leaf, saved[path], path, participants):
-                check_resizable(state, saved[path][0], leaf.shape[0])
+            if not has_saved_shape(leaf, shapes[path], path, participants):
+                check_resizable(state, shapes[path][0], leaf.shape[0])
     except ValueError as error:
         return str(error)
     return None

@@ -88,11 +88,11 @@ def test_a_run_in_pieces_ends_as_one_in_one_piece(unbroken: Path, tmp_path: Path
     assert rounds_with_rows(tmp_path) == [16]
 
 
-def train_until(rounds: int, folder: Path, clients: int = 4) -> None:
+def train_until(rounds: int, folder: Path, clients: int = 4, cohort: int = 4) -> None:
     whole = stores()
     training = dataclasses.replace(whole.training, rounds=rounds)
     mesh = dataclasses.replace(whole.mesh, clients=clients)
-    run = dataclasses.replace(whole, training=training, mesh=mesh)
+    run = dataclasses.replace(whole, training=training, mesh=mesh, cohort=cohort)
     train(run, folder, allow_config_change=["mesh"])
 
 
@@ -117,7 +117,7 @@ def test_a_tracker_gets_the_checkpoints_that_a_sent_one_needs(
 def test_a_larger_population_is_told(unbroken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_stores, "POPULATION", 1000)
     monkeypatch.setattr(small_stores.Cohorts, "num_clients", 1000)
-    words = r"client_controls has 512 rows, expected 1000 for the experiment's 1000 clients: a row"
+    words = r"client_controls has 509 clients, expected 1000 for the experiment's 1000 clients: a "
     longer = dataclasses.replace(stores().training, rounds=18)
     with pytest.raises(ValueError, match=words):
         train(dataclasses.replace(stores(), training=longer), unbroken)
@@ -139,16 +139,42 @@ def test_states_of_all_clients_are_not_averaged_as_those_of_participants(
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, state(8), {}, {}, num_participants=8)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
-        with pytest.raises(ValueError, match="store has 8 rows, expected 16"):
+        with pytest.raises(ValueError, match="store has 8 clients, expected 16"):
             checkpoints.restore_state(like(16), num_participants=cohort)
 
 
 @pytest.mark.slow
-def test_a_run_resumes_on_fewer_devices(unbroken: Path, tmp_path: Path) -> None:
-    train_until(9, tmp_path)
-    train_until(16, tmp_path, clients=2)
-    assert len(rounds_with_rows(tmp_path, 14)) > 2
-    chex.assert_trees_all_close(state_of(tmp_path), state_of(unbroken), rtol=0, atol=1e-5)
+def test_a_run_resumes_on_any_number_of_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_changes, "LARGEST_PART", 1)
+    alone, resumed = tmp_path / "alone", tmp_path / "resumed"
+    train_until(10, alone, clients=8, cohort=24)
+    for rounds, devices in ((2, 8), (4, 3), (6, 6), (8, 1), (10, 8)):  # 528 rows on 3 and 6
+        train_until(rounds, resumed, clients=devices, cohort=24)
+    assert rounds_with_rows(resumed, 10) == [2, 10]
+    assert rounds_with_rows(resumed, 8) == [2, 6, 8]
+    ends = [state_of(folder, 10) for folder in (alone, resumed)]
+    chex.assert_trees_all_close(*ends, rtol=0, atol=1e-5)
+    # Of a client that took no part after the first resume, not a bit differs.
+    cohorts = [np.random.default_rng(r).permutation(POPULATION)[:24] for r in range(10)]
+    ids = np.setdiff1d(np.concatenate(cohorts[:2]), np.concatenate(cohorts[2:]))
+    rows = [end[1]["rows"]["hidden"][ids] for end in ends]
+    assert len(ids) > 10 and rows[0].any(axis=(1, 2)).all()
+    assert rows[0].tobytes() == rows[1].tobytes()
+
+
+@pytest.mark.slow
+def test_two_processes_resume_a_run_of_three_devices(tmp_path: Path) -> None:
+    alone, resumed = tmp_path / "alone", tmp_path / "resumed"
+    train_until(6, alone, clients=3, cohort=12)
+    train_until(4, resumed, clients=3, cohort=12)
+    arguments = ["--training.rounds=6", "--cohort=12", "--allow_config_change=mesh"]
+    ended = finish(start(2, resumed, *arguments, exp=EXP))
+    assert [status for status, _, _ in ended] == [0, 0], ended[0][2]
+    assert len(rounds_with_rows(resumed, 6)) > 1
+    states = [state_of(folder, 6) for folder in (alone, resumed)]
+    chex.assert_trees_all_close(*states, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

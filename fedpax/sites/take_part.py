@@ -160,6 +160,7 @@ class Site:
         content = experiment.shared_content()
         self._identity = identify(experiment, {}, experiment.own_fields, content)._asdict()
         self._receiver = Receiver(WHOLE)
+        self._last_answer = time.monotonic()
 
     @property
     def rounds(self) -> int:
@@ -175,7 +176,7 @@ class Site:
 
     def run(self) -> None:
         """Work until the run is finished, a signal asks to stop, or no coordinator answers."""
-        joined, silent_since, pause = False, time.monotonic(), 0.1
+        joined, pause = False, 0.1
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         note_waiting = patience(self._progress)
         while not self._stop():
@@ -185,13 +186,12 @@ class Site:
                     if not joined:
                         time.sleep(1.0)
                         continue
-                joined = self._step()
-                silent_since, pause = time.monotonic(), 0.1
+                joined, pause = self._step(), 0.1
                 if self.finished:
                     return
             except DisconnectedError as error:
                 most = SECONDS_TO_ASK_AGAIN if self._file.finished else self._give_up_after
-                if time.monotonic() - silent_since > min(most, self._give_up_after):
+                if time.monotonic() - self._last_answer > min(most, self._give_up_after):
                     self.gave_up, self.finished = True, self._file.finished
                     return
                 note_waiting(error)
@@ -319,7 +319,9 @@ class Site:
         **fields: Any,
     ) -> Message:
         header = {"kind": kind, "site": self._name, "incarnation": self._incarnation, **fields}
-        return self._connection.call(Message(header, arrays or {}), timeout)
+        answer = self._connection.call(Message(header, arrays or {}), timeout)
+        self._last_answer = time.monotonic()
+        return answer
 
     def _beat(self) -> None:
         while not self._closed.wait(self._heartbeat_seconds):

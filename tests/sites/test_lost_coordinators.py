@@ -1,6 +1,9 @@
 """A coordinator that ends between two writes of its files, and its sites after that."""
 
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,10 +12,14 @@ import pytest
 
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.sites.coordinator_rounds import Coordinator
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.run_coordinator import run_coordinator
 from fedpax.sites.site_files import read_federation
+from fedpax.sites.site_table import read_sites
 from fedpax.sites.take_part import Site
-from sites.federation import run
+from fedpax.transport.calls import DisconnectedError
+from fedpax.transport.message import Message
+from sites.federation import Line, run
 from sites.small_experiment import small, train_together
 
 
@@ -62,6 +69,43 @@ def test_a_site_counts_a_round_that_is_repeated_once(
     sites = {s: small(method, 3, clients=2, data_seed=k) for k, s in enumerate(names)}
     run(small(method, 3), sites, tmp_path)
     assert repeated == [2] and rounds == [3] * len(names)
+
+
+def test_a_site_waits_for_a_coordinator_that_is_lost_while_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds, beat, lost = [0.0], threading.Event(), list[str]()
+    monkeypatch.setattr(
+        "fedpax.sites.take_part.time",
+        SimpleNamespace(
+            monotonic=lambda: time.monotonic() + seconds[0],
+            perf_counter=time.perf_counter,
+            sleep=time.sleep,
+        ),
+    )
+
+    class Lost(Line):
+        def call(self, message: Message, timeout: float) -> Message:
+            kind = message.header["kind"]
+            if kind == "reply" and not lost:
+                seconds[0] = 3600.0  # the site has trained for an hour
+                beat.clear()
+                assert beat.wait(60)  # and was answered
+            if kind == "reply" and len(lost) < 2:
+                lost.append(kind)
+                raise DisconnectedError("the coordinator starts again")
+            answer = super().call(message, timeout)
+            if kind == "heartbeat":
+                beat.set()
+            return answer
+
+    sites = {name: small("fedavg", 2, data_seed=seed) for seed, name in enumerate("ab")}
+    rules = RoundRules(1, 600.0, silent_after=600.0)
+    outcome = run(
+        small("fedavg", 2), sites, tmp_path, rules=rules, first_round_needs=2, lines={"b": Lost}
+    )
+    rows = {row.name: row.rounds for row in read_sites(outcome.folder / "coordinator")}
+    assert len(lost) == 2 and rows == {"a": 2, "b": 2}
 
 
 def test_a_run_keeps_its_name_before_the_sites_agree(

@@ -45,13 +45,12 @@ def test_a_process_that_is_killed_or_stopped() -> None:
             np.testing.assert_array_equal(waiting.result().arrays["x"], message.arrays["x"])
 
             os.kill(process.pid, signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
             waiting = threads.submit(connection.call, message, 10)
             time.sleep(0.1)
-            begin = time.monotonic()
             process.kill()
-            with pytest.raises(DisconnectedError):
+            with pytest.raises(DisconnectedError, match="no connection"):  # not "no answer within"
                 waiting.result()
-            assert time.monotonic() - begin < 1
             process.wait()
     finally:
         process.kill()

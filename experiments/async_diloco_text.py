@@ -14,6 +14,7 @@ from fedpax.checks import Count, NonNegativeOrInfinite
 from fedpax.experiments.asynchronous_text_experiment import AsynchronousText
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.island_settings import OuterSGD, wire_codec
+from fedpax.experiments.parts.settings import documented_by
 from fedpax.experiments.text_experiment import text_fields
 from fedpax.experiments.trace_settings import TraceConfig
 from fedpax.simulation import IslandArrivals, dynamic_local_steps, island_arrivals
@@ -21,11 +22,11 @@ from fedpax.training.virtual_time import with_exchanged_bytes, with_virtual_seco
 
 
 @dataclasses.dataclass(frozen=True)
+@documented_by(async_diloco)
 class AsyncConfig(OuterSGD):
     """Asynchronous DiLoCo: its server, and when islands arrive.
 
     Attributes:
-        period: arrivals between two updates of the momentum, N. Default None: number of islands.
         dynamic_steps: slow islands take fewer steps, `data.local_steps` times their speed over the
             fastest one's. If False, all islands take `data.local_steps`.
         grace_seconds: seconds that the server waits for other islands after an arrival. inf: it

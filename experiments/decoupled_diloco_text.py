@@ -16,12 +16,14 @@ from fedpax.checks import Count, CountOrZero, NonNegative, Positive
 from fedpax.errors import ArgumentError
 from fedpax.experiments.island_settings import FragmentSettings, wire_codec
 from fedpax.experiments.optimizer_settings import OptimizerConfig
+from fedpax.experiments.parts.settings import arguments_of, documented_by
 from fedpax.experiments.text_experiment import TextExperiment, short_rows
 from fedpax.models import presets
 from fedpax.training.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)
+@documented_by(decoupled_diloco_parts)
 class DecoupledConfig(FragmentSettings):
     """Decoupled DiLoCo: its fragments, its merge, and when the syncer merges.
 
@@ -30,14 +32,9 @@ class DecoupledConfig(FragmentSettings):
             influence of a few islands that send anything.
         compression: format of an update on the wire, for `fedpax join`. `fedpax train` computes
             with float32.
-        error_feedback: whether an island adds what the compression dropped to its next update.
-        quorum: islands that have to send a fragment before it is merged; islands of one certificate
-            count once.
-        grace_seconds: seconds that the syncer waits for the other islands beyond the quorum.
         max_steps_ahead: inner steps that an island takes at most beyond the last merge that it has
             received; at least local steps / P, which waits for every merge.
         max_staleness: an update is dropped if its fragment was merged more often than this since.
-        max_norm: an update with a larger L2 norm is dropped. Default None: up to 1e18.
     """
 
     group = "decoupled"
@@ -97,12 +94,7 @@ class DecoupledDiLoCoText(TextExperiment):
             fragments=fragments,
             aggregator=decoupled.aggregator(),
             codec=wire_codec(decoupled.compression),
-            error_feedback=decoupled.error_feedback,
-            quorum=decoupled.quorum,
-            grace_seconds=decoupled.grace_seconds,
-            max_steps_ahead=decoupled.max_steps_ahead,
-            max_staleness=decoupled.max_staleness,
-            max_norm=decoupled.max_norm,
+            **arguments_of(decoupled_diloco_parts, decoupled),
         )
         algorithm = decoupled_diloco(
             loss_fn,

@@ -14,6 +14,7 @@ from fedpax.data.rounds.labeled_examples import Arrays, Preprocess, preprocess_i
 from fedpax.experiments.client_experiment import ClientExperiment
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.parts.client_evaluation import EvaluateClients
+from fedpax.experiments.parts.settings import documented_by
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
@@ -27,14 +28,9 @@ HELDOUT_EVERY = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@documented_by(logistic_clients)
 class SyntheticClients(CheckedConfig, abc.ABC):
-    """Synthetic clients, each with its own linear model and inputs.
-
-    Attributes:
-        num_clients: number of clients.
-        num_features: size of an input.
-        num_classes: number of labels.
-    """
+    """Synthetic clients, each with its own linear model and inputs."""
 
     group = "population"
     num_clients: Count
@@ -47,13 +43,9 @@ class SyntheticClients(CheckedConfig, abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@documented_by(logistic_clients)
 class FedProxClients(SyntheticClients):
-    """The clients of FedProx, synthetic(alpha, beta).
-
-    Attributes:
-        alpha: variance of the clients' models.
-        beta: variance of the clients' inputs.
-    """
+    """The clients of FedProx, synthetic(alpha, beta)."""
 
     num_clients: Count = 30
     alpha: NonNegative = 1.0
@@ -61,23 +53,13 @@ class FedProxClients(SyntheticClients):
 
     def make(self, seed: int) -> tuple[Arrays, Partition]:
         """Generate the examples, and the indices of each client's examples."""
-        return logistic_clients(
-            self.num_clients,
-            alpha=self.alpha,
-            beta=self.beta,
-            num_features=self.num_features,
-            num_classes=self.num_classes,
-            seed=seed,
-        )
+        return logistic_clients(seed=seed, **vars(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@documented_by(leaf_clients)
 class LeafClients(SyntheticClients):
-    """The clients of LEAF, whose models are in clusters.
-
-    Attributes:
-        cluster_probabilities: for each cluster, the probability that a client belongs to it.
-    """
+    """The clients of LEAF, whose models are in clusters."""
 
     num_clients: Count = 1_000
     num_classes: Count = 5
@@ -85,13 +67,7 @@ class LeafClients(SyntheticClients):
 
     def make(self, seed: int) -> tuple[Arrays, Partition]:
         """Generate the examples, and the indices of each client's examples."""
-        return leaf_clients(
-            self.num_clients,
-            cluster_probabilities=self.cluster_probabilities,
-            num_features=self.num_features,
-            num_classes=self.num_classes,
-            seed=seed,
-        )
+        return leaf_clients(seed=seed, **vars(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from fedpax.experiments.client_methods import method
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.parts.private_runs import configured_accountant, make_aggregator
+from fedpax.experiments.parts.settings import documented_by
 from fedpax.experiments.population_settings import DirichletPopulation
 from fedpax.experiments.trace_settings import TraceConfig
 from fedpax.models.classifiers import CNNConfig
@@ -35,11 +36,11 @@ from fedpax.training.virtual_time import (
 
 
 @dataclasses.dataclass(frozen=True)
+@documented_by(buffered_arrivals)
 class BufferConfig(CheckedConfig):
     """FedBuff: how many clients train at a time, and how stale an update may be.
 
     Attributes:
-        concurrency: number of clients that train at the same time, at most the population.
         max_staleness: the server discards updates above it, and keeps `max_staleness + 1` versions
             of the model.
     """

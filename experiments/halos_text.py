@@ -12,18 +12,19 @@ from fedpax.checks import CheckedConfig, Count, Decay, Fraction, NonNegative, Po
 from fedpax.errors import ArgumentError
 from fedpax.experiments.async_diloco_text import async_diloco_text
 from fedpax.experiments.asynchronous_text_experiment import AsynchronousText
+from fedpax.experiments.parts.settings import arguments_of, documented_by
 from fedpax.experiments.text_experiment import text_fields
 from fedpax.simulation import RegionalArrivals, dynamic_local_steps, regional_arrivals
 from fedpax.training.virtual_time import tree_bytes, with_exchanged_bytes, with_virtual_seconds
 
 
 @dataclasses.dataclass(frozen=True)
+@documented_by(halos, regional_arrivals)
 class RegionsConfig(CheckedConfig):
     """HALoS: its regions, their servers, and the global server.
 
     Attributes:
         islands: number of islands of each region; their sum is `islands` of the experiment.
-        updates_per_exchange: islands' updates between two exchanges of a region, K.
         seconds_to_global: seconds of a region's update on its way to the global server.
         seconds_from_global: seconds of the global model on its way to a region.
         local_learning_rate: learning rate of a region's server.
@@ -34,7 +35,6 @@ class RegionsConfig(CheckedConfig):
         global_momentum: Nesterov momentum of the global server.
         global_period: updates of regions between two updates of this momentum. Default None: the
             number of regions.
-        merge_weight: share of the global model in a region's merge, alpha.
     """
 
     group = "regions"
@@ -95,9 +95,7 @@ class HALoSText(AsynchronousText):
             regions=self.region_of,
             num_rounds=self.training.rounds,
             num_steps=dynamic_local_steps(trace, self.data.local_steps),
-            updates_per_exchange=settings.updates_per_exchange,
-            seconds_to_global=settings.seconds_to_global,
-            seconds_from_global=settings.seconds_from_global,
+            **arguments_of(regional_arrivals, settings),
         )
         self.trace.check_horizon(self.ends(order)[-1])
         return order

@@ -12,6 +12,7 @@ from fedpax.data import (
     read_examples,
 )
 from fedpax.errors import ArgumentError
+from fedpax.experiments.parts.settings import documented_by
 from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.populations.partition import Partition
 
@@ -47,17 +48,9 @@ class DirichletPopulation(PopulationConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@documented_by(DirichletClients)
 class SyntheticPopulation(PopulationConfig):
-    """A large population over few examples. Clients differ in label distribution and in size.
-
-    Attributes:
-        num_clients: number of clients in the population.
-        alpha: concentration of the Dirichlet distribution of each client's labels. Smaller values
-            give each client fewer labels.
-        median_examples: median number of examples of a client.
-        sigma: standard deviation of the logarithm of a client's number of examples.
-        max_examples: largest number of examples of a client.
-    """
+    """A large population over few examples. Clients differ in label distribution and in size."""
 
     num_clients: Count
     alpha: Positive
@@ -67,15 +60,7 @@ class SyntheticPopulation(PopulationConfig):
 
     def make(self, source: Source, seed: int) -> Partition:
         """Make a population that generates a client when it is sampled."""
-        return DirichletClients(
-            read_examples(source)["label"],
-            self.num_clients,
-            alpha=self.alpha,
-            median_examples=self.median_examples,
-            sigma=self.sigma,
-            max_examples=self.max_examples,
-            seed=seed,
-        )
+        return DirichletClients(read_examples(source)["label"], seed=seed, **vars(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from fedpax.algorithms import streaming_diloco
 from fedpax.checks import CountOrZero, Decay
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.island_settings import FragmentSettings, wire_codec
+from fedpax.experiments.parts.settings import arguments_of, documented_by
 from fedpax.experiments.pretrain import diloco_c4_1b, diloco_llama_8b
 from fedpax.experiments.text_experiment import TextExperiment
 from fedpax.parallel.compiler_options import memory_options, overlap_options
@@ -21,12 +22,11 @@ MANY_FRAGMENTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
+@documented_by(streaming_diloco)
 class StreamingConfig(FragmentSettings):
     """Streaming DiLoCo: its fragments, its outer optimizer, and what is sent.
 
     Attributes:
-        delay: inner steps between the start of a transfer and its use, tau; below local steps / P.
-        mixing: alpha, share of its own fragment that an island keeps.
         compression: format of an outer gradient on the wire.
     """
 
@@ -57,8 +57,7 @@ class StreamingDiLoCoText(TextExperiment):
             inner_optimizer=optimizer,
             outer_optimizer=streaming.optimizer(),
             fragments=streaming.fragment_fn(),
-            delay=streaming.delay,
-            mixing=streaming.mixing,
+            **arguments_of(streaming_diloco, streaming),
             aggregator=None if codec is None else compressed_mean(codec),
         )
 

@@ -7,7 +7,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from docstring_parser import google
 
@@ -16,6 +16,7 @@ from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.experiments.catalog import did_you_mean
 
 PLAIN = (float, int, bool, str)
+Class = TypeVar("Class", bound=type)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +106,58 @@ class Settings(CheckedConfig):
         return ArgumentError(f"{flag}={getattr(self, text[1])}: {problem}. {remedy}")
 
 
+def documented_by(*functions: Callable[..., Any]) -> Callable[[Class], Class]:
+    """Take the texts of a configuration's fields from the arguments that they set.
+
+    A field without a text in the docstring of its class has the text of the first function with an
+    argument of this name. A default of the function that the field does not have is left out.
+
+    Example:
+        >>> def train(rate=0.5):
+        ...     '''Train.
+        ...
+        ...     Args:
+        ...         rate: the learning rate. Default 0.5.
+        ...     '''
+        >>> @documented_by(train)
+        ... class Config:
+        ...     '''How to train.'''
+        ...
+        ...     rate: float = 0.1
+        >>> print(Config.__doc__)
+        How to train.
+        <BLANKLINE>
+        Attributes:
+            rate: the learning rate.
+    """
+
+    def document(class_: Class) -> Class:
+        stated = {text.arg_name for text in google.parse(inspect.getdoc(class_) or "").params}
+        lines = [inspect.getdoc(class_) or "", *(["", "Attributes:"] if not stated else [])]
+        for name in (name for name in inspect.get_annotations(class_) if name not in stated):
+            function = next(f for f in functions if name in inspect.signature(f).parameters)
+            text = _argument_texts(function)[name]
+            if vars(class_).get(name) != inspect.signature(function).parameters[name].default:
+                text = text.partition(" Default ")[0].partition("\nDefault ")[0]
+            lines.append(f"    {name}: " + text.replace("\n", "\n        "))
+        class_.__doc__ = "\n".join(lines)
+        return class_
+
+    return document
+
+
+def arguments_of(function: Callable[..., Any], config: Any) -> dict[str, Any]:
+    """Return the fields of a configuration's own class that are arguments of a function."""
+    names = inspect.get_annotations(type(config)).keys() & inspect.signature(function).parameters
+    return {name: getattr(config, name) for name in names}
+
+
+def _argument_texts(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the texts of a function's arguments, by name."""
+    docstring = google.parse(inspect.getdoc(function) or "")
+    return {text.arg_name: text.description or "" for text in docstring.params}
+
+
 def is_choice(function: Callable[..., Any], given: Mapping[str, Any], returned: type) -> bool:
     """Return whether a function returns a class, and its required arguments are plain or given."""
     hint = _hint(inspect.unwrap(function), "return")
@@ -125,9 +178,9 @@ def _settings_class(base: type[Any], function: Callable[..., Any]) -> type[Any]:
         (name, hint, dataclasses.field(default=defaults.get(name, default)))
         for name, hint, default in _fields(function, base.given)
     ]
-    docstring = google.parse(inspect.getdoc(function) or "")
-    texts = {text.arg_name: text.description or "" for text in docstring.params}
-    lines = [docstring.short_description or function.__name__, "", "Attributes:"]
+    texts = _argument_texts(function)
+    summary = (inspect.getdoc(function) or "").partition("\n")[0]
+    lines = [summary or function.__name__, "", "Attributes:"]
     for name, _, _ in fields:
         lines.append(f"    {name}: " + texts.get(name, "").replace("\n", "\n        "))
     shipped = function.__module__.startswith("fedpax.")

@@ -33,8 +33,8 @@ class DirichletClients(ComputedPartition):
         alpha: the concentration, above 0. With a small alpha each client has few labels; with a
             large one all clients are alike.
         median_examples: the median number of examples per client.
-        sigma: the standard deviation of the logarithm of that number. Default 0: every client has
-            the same number.
+        sigma: the standard deviation of the logarithm of a client's number of examples. Default 0:
+            every client has the same number.
         max_examples: the largest number of examples per client.
         seed: the random seed.
 
@@ -307,8 +307,8 @@ def logistic_clients(
 
     Args:
         num_clients: number of clients; the paper has 30.
-        alpha: variance of the means u_k, at least 0.
-        beta: variance of the means B_k, at least 0.
+        alpha: variance of the clients' models, which are normal around u_k, at least 0.
+        beta: variance of the clients' inputs, whose means are normal around B_k, at least 0.
         num_features: size of an input.
         num_classes: number of labels.
         seed: random seed.

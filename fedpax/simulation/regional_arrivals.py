@@ -91,8 +91,8 @@ def regional_arrivals(
         num_rounds: number of rounds.
         num_steps: H, number of local steps between arrivals, for all islands or int `[islands]`, as
             `dynamic_local_steps` gives it. At least 1.
-        updates_per_exchange: K, at least 1. The paper's experiments have 32 for 4 islands per
-            region.
+        updates_per_exchange: K, the islands' updates between two exchanges of a region, at least 1.
+            The paper's experiments have 32 for 4 islands per region.
         seconds_to_global: seconds of a region's update to the global server, of all regions or
             `[regions]`. Default 0.0.
         seconds_from_global: seconds of the global model to a region. Default 0.0.

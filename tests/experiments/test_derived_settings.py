@@ -20,8 +20,10 @@ from fedpax.errors import ArgumentError
 from fedpax.experiments.async_diloco_text import async_diloco_text
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
+from fedpax.experiments.decoupled_diloco_text import DecoupledConfig
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.fedavg_images import fedavg_digits
+from fedpax.experiments.streaming_diloco_text import StreamingConfig
 from fedpax.run_files.configuration import (
     from_json,
     read_configuration,
@@ -228,6 +230,18 @@ def test_settings_in_modules_of_former_names_are_read(module: str, config: Any) 
     saved = to_json(config)
     former = f"fedpax.experiments.{module}:{type(config).__name__}"
     assert from_json(saved | {"class": former}) == config
+
+
+def test_texts_of_fields_come_from_the_functions_that_they_set() -> None:
+    attributes = (StreamingConfig.__doc__ or "").partition("Attributes:")[2]
+    assert "delay: tau, number of inner steps between the start of a transfer" in attributes
+    assert attributes.count("compression:") == 1  # its own text
+
+
+def test_a_default_that_the_field_does_not_have_is_left_out() -> None:
+    attributes = (DecoupledConfig.__doc__ or "").partition("Attributes:")[2]
+    assert DecoupledConfig().grace_seconds == 0.5  # the function's is 0.0
+    assert "Default 0.0" not in attributes and "Default 1." in attributes  # grace_seconds; quorum
 
 
 @pytest.mark.parametrize("base", [MethodConfig, AggregatorConfig])

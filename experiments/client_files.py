@@ -79,7 +79,7 @@ class FilesConfig(CheckedConfig):
             the command line, commas or spaces separate them, and a comma in a name follows a
             backslash.
         types: types of Arrow for columns of files, as "COLUMN=TYPE", such as "zip=string", where
-            the type that is found is not the intended one.
+            the type that is found is not the intended one, separated as `optional_columns` are.
     """
 
     group = "data"

@@ -92,7 +92,8 @@ class TableConfig(FilesConfig):
             at most 20 distinct values are classes, other numbers are numbers to predict.
         columns: treatments of columns, as "NAME=KIND", "NAME=KIND:MISSING",
             "NAME=number(LOW..HIGH)" or "NAME=category(A|B)", with KIND number, date, boolean,
-            category or left_out, and MISSING mean, false, category or error. NAME may have `*`.
+            category or left_out, and MISSING mean, false, category or error. NAME may have `*`. On
+            the command line, commas or spaces separate them.
             Default (): by the rule of `fedpax.data.tables.infer_treatments`.
         max_categories: the largest number of distinct values of text that is a category.
         category_clients: number of clients that must have a value for it to be a category of its

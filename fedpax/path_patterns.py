@@ -77,6 +77,23 @@ def split_names(text: str) -> list[str]:
     return [name.replace(r"\,", ",") for name in names if name]
 
 
+def split_treatments(text: str) -> list[str]:
+    r"""Split a list of treatments at its commas, but for commas in a name or in parentheses.
+
+    Example:
+        >>> split_treatments("age=number,größe, cm=number:error,kind=category(a,b|c)")
+        ['age=number', 'größe, cm=number:error', 'kind=category(a,b|c)']
+    """
+    whole = r"[^=]+=\w+(?:\(.*\))?(?::\w+)?"
+    treatments = list[str]()
+    for part in split_names(text):
+        if treatments and not re.fullmatch(whole, treatments[-1], re.DOTALL):
+            treatments[-1] += "," + part
+        else:
+            treatments.append(part)
+    return treatments
+
+
 def escape_commas(name: str) -> str:
     """Write a name for `split_names`."""
     return name.replace(",", r"\,")

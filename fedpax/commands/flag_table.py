@@ -252,16 +252,16 @@ FLAGS = {
     ),
     "split": Flag("the text for {split} in the path of files"),
     "columns": Flag(
-        "the columns of files to read, separated by commas; \\, in a name; default: all",
+        "the columns of files to read, separated by commas or spaces; \\, in a name; default: all",
         has_commas=True,
     ),
     "optional_columns": Flag(
-        "columns that some files lack, separated by commas; \\, in a name: their values are "
-        "missing there",
+        "columns that some files lack, separated by commas or spaces; \\, in a name: their values "
+        "are missing there",
         has_commas=True,
     ),
     "types": Flag(
-        "types of Arrow for columns of files, separated by commas, such as zip=string",
+        "types of Arrow for columns of files, separated by commas or spaces, such as zip=string",
         has_commas=True,
     ),
     "delimiter": Flag("the character between the columns of CSV"),

@@ -142,6 +142,9 @@ def test_commas_separate_columns_in_all_commands(command: Command, tmp_path: Pat
     files, lists = str(tmp_path / "*.csv"), (r"note,dose\, mg", "note")
     status, output, _ = command("data", files, rf"--optional_columns={lists[0]}")
     assert status == 0 and "| dose, mg " in output and "| note " in output
+    words = ("--columns", "age", "note,outcome", files, "--optional_columns", "note", r"dose\, mg")
+    status, listed, _ = command("data", *words)
+    assert status == 0 and "| note " in listed and "dose" not in listed
     assert (
         r"give --optional_columns='dose\, mg'"
         in command("data", files, "--optional_columns=note")[2]
@@ -157,6 +160,9 @@ def test_commas_separate_columns_in_all_commands(command: Command, tmp_path: Pat
                 r"dose\, mg",
                 "--data.types",
                 "age=float,note=string",
+                "--data.columns",
+                "dose, mg=category(1,5|2),note=left_out",
+                "age=number(0..9):error",
             ),
         ]
     ):
@@ -168,6 +174,11 @@ def test_commas_separate_columns_in_all_commands(command: Command, tmp_path: Pat
         saved = json.loads((folder / "config.json").read_text())["configuration"]["data"]
         assert saved["optional_columns"] == ["note", "dose, mg"]
     assert saved["types"] == ["age=float", "note=string"]
+    assert saved["columns"] == [
+        "dose, mg=category(1,5|2)",
+        "note=left_out",
+        "age=number(0..9):error",
+    ]
 
 
 def test_one_has_no_plural(command: Command, tmp_path: Path) -> None:

@@ -35,11 +35,27 @@ def test_quotes_that_join_rows_are_told(
     assert f"has {end - begin + 1} lines with the delimiters of" in told
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_quotes_that_join_rows_of_two_columns_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: int
+) -> None:
+    rows = [["note", "dose"], *[[f"n{k}", str(k)] for k in range(40)]]
+    rows[20][0], rows[30][0] = '"open', 'close"'
+    lines = [",".join(row if place == 0 else row[::-1]) for row in rows]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    assert len(load(tmp_path / "a.csv")) == 30
+    (told,) = caplog.messages
+    assert "value of 'note' in example 19, counted from 0, has 11 lines with the delim" in told
+    assert "a quote is open by mistake" in told
+
+
 def test_texts_with_lines_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     texts = ['1,"Dear Ann,\nthank you, all",0.5', '2,"a\nb",1', '3,"x, y\n1, 2\n",1']
     (tmp_path / "a.csv").write_text("\n".join(["age,note,dose", *texts]) + "\n")
     (tmp_path / "b.csv").write_text('age,note\n1,"Hi\nJohn, bye"\n')
-    for name, examples in (("a.csv", 3), ("b.csv", 1)):
+    (tmp_path / "c.csv").write_text('who,note\nAnn,"Hi\nJohn,bye"\n')
+    (tmp_path / "d.csv").write_text('note,age\n"Room, 5\nfloor, 7\nend",1\n')
+    for name, examples in (("a.csv", 3), ("b.csv", 1), ("c.csv", 1), ("d.csv", 1)):
         assert len(load(tmp_path / name)) == examples
     assert not caplog.messages
 

@@ -11,7 +11,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from fedpax.path_patterns import split_names
+from fedpax.path_patterns import split_names, split_treatments
 
 
 def whole_sentences() -> ConstructorRegistry:
@@ -54,19 +54,23 @@ def join_lines(text: str) -> str:
 
 
 # Lists of columns among the fields of an experiment, which take commas as flags of files do.
-_LISTS = ("data.optional_columns", "data.types")
+_LISTS = {
+    "data.optional_columns": split_names,
+    "data.types": split_names,
+    "data.columns": split_treatments,
+}
 
 
 def split_columns(words: Sequence[str]) -> list[str]:
     """Divide lists of columns at their commas, for tyro, which divides values at spaces."""
-    divided, is_list = list[str](), False
+    divided, split = list[str](), None
     for word in words:
         if not word.startswith("--"):
-            divided += split_names(word) if is_list else [word]
+            divided += split(word) if split else [word]
             continue
         flag, equals, text = word.partition("=")
-        is_list = flag[2:].replace("-", "_") in _LISTS
-        names = split_names(text) if is_list and equals else [text]
+        split = _LISTS.get(flag[2:].replace("-", "_"))
+        names = split(text) if split and equals else [text]
         # One value stays behind "=", since it can begin with a dash.
         divided += [flag + equals + names[0]] if len(names) == 1 else [flag, *names]
     return divided

@@ -5,6 +5,7 @@ import functools
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
@@ -13,7 +14,7 @@ from fedpax.commands.parts.options import did_you_mean_flag, parse
 from fedpax.errors import FedpaxError, UsageError
 from fedpax.experiments.parts.file_remedies import with_flags
 from fedpax.path_patterns import split_names
-from fedpax.user_files.formats import parse_types
+from fedpax.user_files.formats import FILE_NAME, parse_types
 
 if TYPE_CHECKING:
     from fedpax.deploy.batch_training import RunRounds
@@ -23,7 +24,7 @@ def parse_files(
     command: str, arguments: Sequence[str]
 ) -> tuple[flags.FlagValues, list[str], dict[str, Any]]:
     """Parse the arguments of a command that reads files."""
-    options, files = parse(command, arguments)
+    options, files = parse(command, _join_lists(arguments))
     unknown = [word for word in files if word.startswith("--")]
     if unknown:
         raise UsageError(
@@ -48,6 +49,32 @@ def parse_files(
         "image_size": _size(options.image_size),
     }
     return options, files, reading
+
+
+_LISTS = ("--columns", "--optional_columns", "--types")
+
+
+def _join_lists(arguments: Sequence[str]) -> list[str]:
+    """Put commas between columns that spaces separate, up to the next flag or file.
+
+    Example:
+        >>> _join_lists(["--columns", "age", "dose", "a.csv", "--types=age=int8"])
+        ['--columns=age,dose', 'a.csv', '--types=age=int8']
+    """
+    joined, in_list = list[str](), False
+    for word in arguments:
+        if word.startswith("--"):
+            in_list = word in _LISTS
+        elif in_list and not _is_file(word):
+            joined[-1] += ("," if "=" in joined[-1] else "=") + word
+            continue
+        joined.append(word)
+    return joined
+
+
+def _is_file(word: str) -> bool:
+    is_pattern = any(mark in word for mark in "*?{/")
+    return is_pattern or Path(word).exists() or re.fullmatch(FILE_NAME, word) is not None
 
 
 @contextlib.contextmanager

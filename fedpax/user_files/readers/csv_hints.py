@@ -15,7 +15,6 @@ from pyarrow import csv as arrow_csv
 
 from fedpax.user_files.finding import DataFile
 
-_FEWEST_COLUMNS = 3  # text with a comma in a line is not a row of two columns
 _FIRST_ROWS = 50
 _DELIMITERS = ",;\t| "
 
@@ -31,11 +30,9 @@ def tell_open_quotes(file: DataFile, table: pa.Table, delimiter: str, first: int
     `first` is the number of the table's first example.
     """
     width = table.num_columns - 1
-    if width + 1 < _FEWEST_COLUMNS:
-        return
     for place, name in enumerate(table.column_names):
         column = table.column(place)
-        if not pa.types.is_string(column.type) or not _has_line_break(column):
+        if not width or not pa.types.is_string(column.type) or not _has_line_break(column):
             continue
         breaks = pc.count_substring(column, "\n")
         fits = pc.equal(pc.count_substring(column, delimiter), pc.multiply(breaks, width))
@@ -65,6 +62,9 @@ def _are_rows(lines: list[list[str]], types: list[pa.DataType], place: int) -> b
     if [*map(len, lines)] != lengths:
         return False
     ends = [*zip(types[place + 1 :], first[1:], strict=True), *zip(types, last[:-1], strict=False)]
+    if len(types) == 2:  # prose has lines with a comma, but no number without a space beside it
+        kind, text = ends[0]
+        return not pa.types.is_string(kind) and text.strip() == text != "" and _holds(kind, [text])
     return all(not text or pa.types.is_string(kind) or _holds(kind, [text]) for kind, text in ends)
 
 

@@ -31,14 +31,7 @@ from fedpax.transforms.program import program
 
 
 class AgnosticState(NamedTuple):
-    """The state of agnostic federated learning.
-
-    Attributes:
-        params: the server's model x.
-        server_optimizer_state: the state of the server optimizer.
-        aggregator_state: the state of the aggregator.
-        mixture: lambda, float32 `[num_clients]`, nonnegative with sum 1.
-    """
+    """The state of agnostic federated learning: `mixture` is lambda, nonnegative with sum 1."""
 
     params: Params
     server_optimizer_state: optax.OptState

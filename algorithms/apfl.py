@@ -39,14 +39,7 @@ class Personal(NamedTuple):
 
 
 class APFLState(NamedTuple):
-    """The state of APFL.
-
-    Attributes:
-        params: the shared model x.
-        server_optimizer_state: the state of the server optimizer.
-        aggregator_state: the state of the aggregator.
-        personal: v_i and alpha_i of each client of the population.
-    """
+    """The state of APFL: `personal` has v_i and alpha_i of each client of the population."""
 
     params: Params
     server_optimizer_state: optax.OptState

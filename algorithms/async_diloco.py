@@ -36,16 +36,7 @@ from fedpax.transforms.program import program
 
 
 class AsyncDiLoCoState(NamedTuple):
-    """The state of asynchronous DiLoCo.
-
-    Attributes:
-        params: the server's model.
-        outer_optimizer_state: momentum and accumulated outer gradients.
-        local_params: the model that each island trains from, placed.
-        inner_optimizer_state: each island's state of the inner optimizer, placed.
-        aggregator_state: the state of the aggregator, such as islands' error-feedback residuals.
-            None without an aggregator.
-    """
+    """The state of asynchronous DiLoCo: islands' models and inner optimizers are placed."""
 
     params: Params
     outer_optimizer_state: DelayedNesterovState

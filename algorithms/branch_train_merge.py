@@ -23,12 +23,7 @@ from fedpax.transforms.program import program
 
 
 class BranchTrainMergeState(NamedTuple):
-    """The state of Branch-Train-Merge.
-
-    Attributes:
-        expert_params: the experts, placed.
-        optimizer_state: each expert's state of its optimizer, placed.
-    """
+    """The state of Branch-Train-Merge: the experts and their optimizers' states, placed."""
 
     expert_params: Params
     optimizer_state: optax.OptState

@@ -21,12 +21,7 @@ from fedpax.transforms.program import program
 
 
 class DataParallelState(NamedTuple):
-    """The state of data parallelism.
-
-    Attributes:
-        params: the model.
-        optimizer_state: the state of its optimizer.
-    """
+    """The state of data parallelism."""
 
     params: Params
     optimizer_state: optax.OptState

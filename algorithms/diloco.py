@@ -25,14 +25,7 @@ from fedpax.transforms.program import program
 
 
 class DiLoCoState(NamedTuple):
-    """The state of DiLoCo.
-
-    Attributes:
-        params: the shared model.
-        outer_optimizer_state: the state of the outer optimizer.
-        inner_optimizer_state: each island's state of the inner optimizer, placed.
-        aggregator_state: the state of the aggregator, such as islands' error-feedback residuals.
-    """
+    """The state of DiLoCo: each island's state of the inner optimizer is placed."""
 
     params: Params
     outer_optimizer_state: optax.OptState

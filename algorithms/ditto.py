@@ -29,14 +29,7 @@ from fedpax.transforms.program import program
 
 
 class DittoState(NamedTuple):
-    """The state of Ditto.
-
-    Attributes:
-        params: the shared model x.
-        server_optimizer_state: the state of the server optimizer.
-        aggregator_state: the state of the aggregator.
-        personal_params: the personal model v_i of each client of the population.
-    """
+    """The state of Ditto: `personal_params` is v_i of each client of the population."""
 
     params: Params
     server_optimizer_state: optax.OptState

@@ -28,14 +28,9 @@ from fedpax.transforms.program import program
 
 
 class EagerDiLoCoState(NamedTuple):
-    """The state of eager DiLoCo.
+    """The state of eager DiLoCo: each island's outer model x_i and its optimizers' states, placed.
 
-    Attributes:
-        local_params: each island's outer model x_i, placed.
-        outer_gradient: each island's outer gradient of the last round, placed; sent in the next.
-        outer_optimizer_state: each island's state of the outer optimizer, placed.
-        inner_optimizer_state: each island's state of the inner optimizer, placed.
-        aggregator_state: the state of the aggregator.
+    `outer_gradient` is that of the last round, sent in the next.
     """
 
     local_params: Params

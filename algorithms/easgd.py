@@ -22,14 +22,7 @@ from fedpax.transforms.program import program
 
 
 class EASGDState(NamedTuple):
-    """The state of EASGD.
-
-    Attributes:
-        params: the center variable.
-        local_params: each island's model x_i, placed.
-        optimizer_state: each island's state of the local optimizer, placed.
-        aggregator_state: the state of the aggregator.
-    """
+    """The state of EASGD: the center variable, and each island's model x_i, placed."""
 
     params: Params
     local_params: Params

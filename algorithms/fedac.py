@@ -44,13 +44,7 @@ class FedAcRates(NamedTuple):
 
 
 class FedAcState(NamedTuple):
-    """The state of FedAc.
-
-    Attributes:
-        params: w_ag, the aggregated sequence: the model that FedAc returns.
-        main: w, the main sequence.
-        aggregator_state: the state of the aggregator.
-    """
+    """The state of FedAc: `params` is w_ag, the model that FedAc returns, and `main` is w."""
 
     params: Params
     main: Params

@@ -29,12 +29,7 @@ from fedpax.transforms.program import program
 
 
 class FedAsyncState(NamedTuple):
-    """The state of FedAsync.
-
-    Attributes:
-        params: the server's model.
-        history: the last versions of the server's model, `max_staleness + 1` of them.
-    """
+    """The state of FedAsync: `history` has the last `max_staleness + 1` versions of the model."""
 
     params: Params
     history: History

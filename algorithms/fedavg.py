@@ -21,13 +21,7 @@ from fedpax.transforms.program import program
 
 
 class FedAvgState(NamedTuple):
-    """The state of FedAvg.
-
-    Attributes:
-        params: the server's model.
-        server_optimizer_state: the state of the server optimizer.
-        aggregator_state: the state of the aggregator.
-    """
+    """The state of FedAvg."""
 
     params: Params
     server_optimizer_state: optax.OptState

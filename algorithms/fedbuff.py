@@ -32,14 +32,7 @@ from fedpax.transforms.program import program
 
 
 class FedBuffState(NamedTuple):
-    """The state of FedBuff.
-
-    Attributes:
-        params: the server's model.
-        server_optimizer_state: the state of the server optimizer.
-        aggregator_state: the state of the aggregator.
-        history: the last versions of the server's model, `max_staleness + 1` of them.
-    """
+    """The state of FedBuff: `history` has the last `max_staleness + 1` versions of the model."""
 
     params: Params
     server_optimizer_state: optax.OptState

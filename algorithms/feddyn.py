@@ -36,15 +36,9 @@ from fedpax.transforms.program import program
 
 
 class FedDynState(NamedTuple):
-    """The state of FedDyn.
+    """The state of FedDyn: `drift` is h, the mean of all clients' g_i.
 
-    Attributes:
-        params: the server's model x.
-        server_optimizer_state: the state of the server optimizer.
-        aggregator_state: the state of the aggregator.
-        drift: h, the mean of all clients' g_i.
-        client_gradients: g_i of each client of the population, its estimate of the gradient at the
-            common optimum.
+    `client_gradients` is g_i, a client's estimate of its gradient at the common optimum.
     """
 
     params: Params

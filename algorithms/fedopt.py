@@ -1,8 +1,4 @@
-"""The server optimizers of FedOpt: FedAdagrad, FedAdam and FedYogi, as their paper defines them.
-
-optax's optimizers of those names differ from the paper: `optax.adam` and `optax.yogi` correct both
-moments for bias, and `optax.adagrad` and `optax.yogi` start from other accumulators.
-"""
+"""The server optimizers of FedOpt: FedAdagrad, FedAdam and FedYogi, as their paper defines them."""
 
 from __future__ import annotations
 
@@ -19,12 +15,7 @@ from fedpax.checks import DECAY, POSITIVE
 
 
 class ServerOptimizerState(NamedTuple):
-    """The state of a FedOpt server optimizer.
-
-    Attributes:
-        first_moment: m, of the structure, shapes and dtypes of the parameters.
-        second_moment: v, likewise.
-    """
+    """The state of a FedOpt server optimizer: m and v, of the parameters' shapes and dtypes."""
 
     first_moment: optax.Updates
     second_moment: optax.Updates

@@ -58,16 +58,9 @@ class Region(NamedTuple):
 
 
 class HALoSState(NamedTuple):
-    """The state of HALoS.
+    """The state of HALoS: the global server's, and in `regions` that of each region's server.
 
-    Attributes:
-        params: the global server's model.
-        global_optimizer_state: momentum and accumulated updates of the regions.
-        regions: the state of each region's server.
-        local_params: the model that each island trains from, placed.
-        inner_optimizer_state: each island's state of the inner optimizer, placed.
-        aggregator_state: the state of the aggregator, such as islands' error-feedback residuals.
-            None without an aggregator.
+    Islands' models and inner optimizers are placed.
     """
 
     params: Params

@@ -30,13 +30,7 @@ from fedpax.transforms.program import program
 
 
 class HypClusterState(NamedTuple):
-    """The state of HypCluster.
-
-    Attributes:
-        params: the clusters' models; leaves `[num_clusters, ...]`.
-        server_optimizer_state: each cluster's state of the server optimizer, stacked likewise.
-        aggregator_states: a tuple of each cluster's state of the aggregator.
-    """
+    """The state of HypCluster: leaves of `params` are `[num_clusters, ...]`."""
 
     params: Params
     server_optimizer_state: optax.OptState

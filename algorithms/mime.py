@@ -30,14 +30,7 @@ from fedpax.transforms.program import program
 
 
 class MimeState(NamedTuple):
-    """The state of Mime and MimeLite.
-
-    Attributes:
-        params: the server's model x.
-        server_optimizer_state: the state of the server optimizer.
-        aggregator_state: the state of the aggregator.
-        client_optimizer_state: s, the state of the clients' optimizer, held by the server.
-    """
+    """The state of Mime and MimeLite: the server has s, the state of the clients' optimizer."""
 
     params: Params
     server_optimizer_state: optax.OptState
@@ -167,12 +160,7 @@ def mime_lite(
 
 
 class MimeAdamState(NamedTuple):
-    """The state of `mime_adam`.
-
-    Attributes:
-        first_moment: m, of the structure, shapes and dtypes of the parameters.
-        second_moment: v, likewise.
-    """
+    """The state of `mime_adam`: m and v, of the parameters' shapes and dtypes."""
 
     first_moment: optax.Updates
     second_moment: optax.Updates

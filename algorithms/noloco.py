@@ -28,13 +28,9 @@ from fedpax.transforms.program import program
 
 
 class NoLoCoState(NamedTuple):
-    """The state of NoLoCo.
+    """The state of NoLoCo: slow weights phi_i and outer momentum delta_i of each island, placed.
 
-    Attributes:
-        local_params: each island's slow weights phi_i, placed.
-        momentum: each island's outer momentum delta_i, placed.
-        inner_optimizer_state: each island's state of the inner optimizer, placed.
-        round: int32 scalar, number of rounds so far; the pairs are drawn from it.
+    The pairs are drawn from `round`, the number of rounds so far.
     """
 
     local_params: Params

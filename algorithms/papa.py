@@ -27,13 +27,7 @@ from fedpax.transforms.program import program
 
 
 class PapaState(NamedTuple):
-    """The state of PAPA.
-
-    Attributes:
-        local_params: the models w_i, placed.
-        optimizer_state: each model's state of its optimizer, placed.
-        round: int32 scalar, number of rounds so far.
-    """
+    """The state of PAPA: the models w_i, placed, and the number of rounds so far."""
 
     local_params: Params
     optimizer_state: optax.OptState

@@ -44,15 +44,7 @@ from fedpax.transforms.program import program
 
 
 class ScaffoldState(NamedTuple):
-    """The state of SCAFFOLD.
-
-    Attributes:
-        params: the server's model x.
-        server_optimizer_state: the state of the server optimizer.
-        aggregator_state: the state of the aggregator.
-        control: the server's control variate c, the mean of all clients' c_i.
-        client_controls: the control variate c_i of each client of the population.
-    """
+    """The state of SCAFFOLD: `control` is c, the mean of all clients' c_i (`client_controls`)."""
 
     params: Params
     server_optimizer_state: optax.OptState

@@ -35,13 +35,7 @@ Hyperparameters = Mapping[str, Float[Array, ""]]
 
 
 class SelfTuningState(NamedTuple):
-    """The state of a self-tuning method.
-
-    Attributes:
-        algorithm_state: the state of the tuned method.
-        log_hyperparameters: the logarithm of each hyperparameter, float32 scalars by name.
-        hyper_optimizer_state: the state of the optimizer of the hyperparameters.
-    """
+    """The state of a self-tuning method: hyperparameters are logarithms, float32 by name."""
 
     algorithm_state: chex.ArrayTree
     log_hyperparameters: dict[str, Float[Array, ""]]

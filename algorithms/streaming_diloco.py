@@ -41,14 +41,9 @@ from fedpax.transforms.program import program
 
 
 class StreamingDiLoCoState(NamedTuple):
-    """The state of Streaming DiLoCo.
+    """The state of Streaming DiLoCo: the outer model x, and each island's y_i, placed.
 
-    Attributes:
-        params: the outer model x; evaluate this one.
-        outer_optimizer_state: for each fragment, the state of the outer optimizer.
-        local_params: each island's model y_i, placed.
-        inner_optimizer_state: each island's state of the inner optimizer, placed.
-        aggregator_state: for each fragment, the state of the aggregator.
+    Of the outer optimizer and the aggregator it has one state for each fragment.
     """
 
     params: Params

@@ -36,10 +36,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name or a package on first use.
-
-    The command line handles signals before it loads JAX. Type checkers read `__init__.pyi`.
-    """
+    """Import a public name on first use: the command line handles signals before it loads JAX."""
     import importlib
 
     if name in __all__:

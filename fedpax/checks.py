@@ -183,10 +183,7 @@ class CheckedConfig:
 
 
 def check_fields(config: Any, path: str) -> None:
-    """Check a configuration's fields with the type `Literal`, or a type such as `Count`.
-
-    An optional field can be None.
-    """
+    """Check a configuration's fields with the type `Literal`, or a type such as `Count`."""
     prefix = f"{path}." if path else ""
     for name, hint in _hints(config.__class__).items():
         value: Any = getattr(config, name, None)

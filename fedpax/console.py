@@ -22,11 +22,7 @@ def count_of(number: float, noun: str) -> str:
 
 
 def open_closed_streams() -> None:
-    """Open the null device in place of each standard stream that is closed, as after `>&-`.
-
-    Python sets such a stream to None. Worse, its descriptor would go to the next file that is
-    opened, and what libraries print would be written into that file.
-    """
+    """Open the null device for each closed standard stream, so that no file gets its descriptor."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -56,11 +52,7 @@ def _escape_record(record: logging.LogRecord) -> bool:
 
 
 def hide_late_writes() -> None:
-    """Hide the errors of writes of Orbax that end after its event loop is closed.
-
-    After a failed save they are as many as the arrays of the state, and add nothing to the error
-    that is raised. The hook belongs to the process, so only a program calls this, not a library.
-    """
+    """Hide the errors of Orbax's writes that end after a failed save; for a program alone."""
     former = sys.unraisablehook
 
     def report(unraisable: "sys.UnraisableHookArgs") -> None:
@@ -82,11 +74,7 @@ def print_error(text: str) -> None:
 
 
 def escape_controls(text: str, keep: str = "") -> str:
-    r"""Escape the control characters of a text, which a terminal would execute.
-
-    Texts in a folder of others, such as an experiment's name, could clear the screen, change its
-    title or reverse the order of the letters.
-    """
+    """Escape the control characters of a text, which a terminal would execute."""
     return text.translate(_escapes(keep))
 
 

@@ -1,8 +1,4 @@
-"""Files that another user or program may have made: read within bounds, written without links.
-
-A run's folder can come from others. So a file is read only if it is a regular file of a bounded
-size, and a file is never written through a link, which could lead to a file of the user.
-"""
+"""Files that another user or program may have made: read within bounds, written without links."""
 
 import contextlib
 import errno
@@ -135,10 +131,7 @@ def explain_damage(
 
 
 def open_unlinked(path: Path, flags: int, *, other_names: bool = False) -> int:
-    """Open a file of a run's folder to change it in place, if no other path leads to the file.
-
-    A symbolic link, or another name of the file (a hard link), could lead to a file of the user.
-    """
+    """Open a file of a run's folder to change it in place, if no link leads to a user's file."""
     if path.is_symlink():  # for the message; the flag below closes the gap until the file is open
         raise _error("it is a link, expected a regular file of this folder", path)
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -165,10 +158,7 @@ def append_to(path: Path) -> TextIO:
 
 
 def replace_file(path: Path, content: bytes, *, sync: bool = True) -> None:
-    """Write a file such that a kill leaves the old or the new content, never a part.
-
-    A link at its place is replaced, not followed.
-    """
+    """Write a file such that a kill leaves the old or the new content; a link is not followed."""
     draft = path.with_name(f".{path.name}.draft")
     with os.fdopen(create_draft(draft), "wb") as file:
         file.write(content)

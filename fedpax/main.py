@@ -197,9 +197,7 @@ def _run(arguments: list[str]) -> int:
 def _status_of(error: Exception) -> int | None:
     """Return the exit status of an error whose message is enough. None: show a traceback.
 
-    The message is enough for fedpax's own errors and for an OSError in its code. An error about an
-    argument, or an OSError, that passed through the code of the user or of another library, except
-    JAX and a reader of data, needs its traceback.
+    Errors about an argument and OSErrors that passed through others' code, except JAX, need it.
     """
     if not isinstance(error, FedpaxError | OSError):
         return None

@@ -25,11 +25,7 @@ def expand_home(path: str | Path) -> Path:
 
 
 def find_paths(pattern: str | Path) -> list[Path]:
-    """Return the paths that match a pattern, in order.
-
-    A part of the pattern that exists as it is written stands for itself, so a folder can be named
-    `corpus[1]`.
-    """
+    """Return the paths that match a pattern, in order; a part that exists stands for itself."""
     whole = expand_home(pattern)
     matches = [Path(whole.anchor)]
     for part in whole.parts[bool(whole.anchor) :]:

@@ -95,10 +95,7 @@ def short_text(text: str, length: int = 24) -> str:
 def add_legend(
     figure: Figure, handles: Sequence[Artist], names: Sequence[str], **style: Any
 ) -> None:
-    """Add a legend below the panels of a figure, which gets higher by as much.
-
-    Long names have several lines, and there are as many columns as fit the figure's width.
-    """
+    """Add a legend below the panels of a figure, which gets higher by as much."""
     renderer = FigureCanvasAgg(figure).get_renderer()
     width, height = figure.get_size_inches()
     widths = (60, 40, 20)  # in characters, of a line of the names

@@ -21,15 +21,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class PreemptionGuard:
     """A context manager that turns SIGTERM and the first Ctrl-C into a stop after the round.
 
-    The signal is acknowledged on stderr at once, even while the main thread waits for the devices.
-    A second Ctrl-C raises `KeyboardInterrupt`. On exit the former handlers are restored.
-
-    If `jax.distributed` is initialized, JAX's preemption service handles SIGTERM instead and makes
-    every process stop after the same round; the first Ctrl-C is turned into SIGTERM. Outside the
-    main thread, where Python allows no handlers, signals are not noticed.
-
-    Attributes:
-        signal: the signal that was received, or None.
+    A second Ctrl-C raises `KeyboardInterrupt`. With `jax.distributed`, JAX's preemption service
+    handles SIGTERM and makes every process stop after the same round. Outside the main thread,
+    where Python allows no handlers, signals are not noticed.
     """
 
     def __init__(self) -> None:
@@ -170,9 +164,8 @@ def _watch_signals(
 def run_subprocess(command: Sequence[str]) -> int:
     """Run a process that trains, and let it save at a signal; return its exit status.
 
-    SIGTERM is forwarded, and the first SIGINT is forwarded as SIGTERM. A terminal sends Ctrl-C to
-    both processes: a SIGTERM after it changes nothing, where a second SIGINT would stop without
-    saving.
+    SIGINT is forwarded as SIGTERM: a terminal sends Ctrl-C to both, and a second one would not
+    save.
     """
     process: subprocess.Popen[bytes] | None = None
     received: list[int] = []

@@ -134,8 +134,8 @@ Tree = TypeVar("Tree", bound=chex.ArrayTree)
 def keep_finite(aggregator: Aggregator, before: Tree, after: Tree) -> Tree:
     """Return what a participant keeps after a round; `before` if a number of it turned non-finite.
 
-    A robust aggregator keeps the model finite, so that training goes on: the participant's own
-    state must be finite in the next rounds too. Beside any other aggregator, it is `after`.
+    A robust aggregator keeps the model finite, so training goes on. Beside any other, it is
+    `after`.
     """
     if not aggregator.tolerates_non_finite:
         return after
@@ -260,10 +260,7 @@ def without_leaves(aggregator: Aggregator, frozen: Sequence[bool]) -> Aggregator
 
 
 def keep_leaves(frozen: Sequence[bool], params: Params, before: Params) -> Params:
-    """Return parameters with the frozen ones as they were before a step.
-
-    The weight decay or the momentum of a server's optimizer would move them.
-    """
+    """Keep frozen parameters as before a step: weight decay or momentum would move them."""
     if not any(frozen):
         return params
     leaves, tree = jax.tree.flatten(params)

@@ -1,8 +1,6 @@
 """Computations that need all updates at once, without a device that holds all updates.
 
-A placed value is sharded over its participants: a device holds all coordinates of some of them.
-These functions transpose this layout, so that a device holds some coordinates of all participants.
-That is one all-to-all over the placement's mesh axis.
+One all-to-all gives each device some coordinates of all participants.
 """
 
 import functools

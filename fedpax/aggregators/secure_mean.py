@@ -149,10 +149,7 @@ def secure_sum(
     key: jax.Array,
     num_neighbors: int | None,
 ) -> chex.ArrayTree:
-    """Sum integers over present participants under masks: exactly, modulo 2^32.
-
-    For stages, whose engine masks the sums, it is a sum without masks.
-    """
+    """Sum integers exactly, modulo 2^32, under masks, which in stages the engine adds."""
     n = num_participants()
     if num_neighbors is not None and num_neighbors >= n:
         raise ArgumentError(

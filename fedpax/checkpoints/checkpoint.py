@@ -68,10 +68,8 @@ class CheckpointWriteError(FedpaxError, OSError):
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """The checkpoints in a run's folder; a context manager.
 
-    Saving is asynchronous: the arrays are copied to the host, and the files are written while the
-    training continues. A checkpoint is written under a temporary name, gets a checksum of each
-    file, and is then renamed. A process that is killed at any moment leaves the previous complete
-    checkpoint. Checkpoints without checksums are moved aside when this object is made.
+    The files are written while the training continues: under a temporary name, with a checksum of
+    each file, and renamed. A process that is killed leaves the previous complete checkpoint.
     """
 
     def __init__(
@@ -149,8 +147,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     ) -> None:
         """Start to save a checkpoint; return when the arrays may be donated.
 
-        A bucket can be out of reach for a while. So with one process, a save to a bucket that fails
-        is reported, and the next one is tried, up to `MOST_LOST_SAVES` in a row.
+        With one process, up to `MOST_LOST_SAVES` failed saves to a bucket in a row are only
+        reported.
         """
         position = RunPosition(
             round_number,

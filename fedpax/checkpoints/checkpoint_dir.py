@@ -1,8 +1,4 @@
-"""The folder of a run's checkpoints, where it is not the run's folder itself.
-
-A cloud's machines are lost with their disks, so the checkpoints of their runs are in a bucket:
-`--training.checkpoint_dir=gs://BUCKET/FOLDER`. That folder has the form of a run's folder.
-"""
+"""The folder of a run's checkpoints, where it is not the run's folder itself: in a bucket."""
 
 import contextlib
 import json
@@ -56,19 +52,14 @@ class LostCheckpointDirError(FedpaxError, OSError):
 class CheckpointDir(AbstractContextManager["CheckpointDir"]):
     """The folder of the checkpoints of a run that trains in another folder; a context manager.
 
-    The folder has the checkpoints, the exported models, and copies of `config.json`,
-    `metrics.jsonl` and `goodput.json`. Each checkpoint is preceded by new copies. So a process with
-    an empty run's folder, on another machine, resumes from them.
+    It has the form of a run's folder: each checkpoint is preceded by copies of the run's files, so
+    that a process with an empty folder, on another machine, resumes from them.
 
     A bucket has no locks. `owner.json` names the run that may write. Its owner rewrites it every
     `SECONDS_BETWEEN_BEATS`. Another run waits for `SECONDS_OF_SILENCE`, and takes the folder if the
-    file stays as it is. A run whose checkpoint is written reads the file once more, and completes
-    the checkpoint only if it is still the owner. If two runs take the folder at the same time, the
-    last one keeps it. The time between this reading and the write that completes the checkpoint,
-    one request, is not guarded.
-
-    A former owner that ran in the same run's folder is dead, since that folder has a lock. Then
-    there is no wait, and the files in the run's folder are newer than their copies.
+    file stays as it is. A run completes a checkpoint only if it is still the owner; the time of one
+    request between is not guarded. A former owner in the same run's folder is dead, as that has a
+    lock.
     """
 
     def __init__(self, folder: Path, job_log_dir: Path) -> None:

@@ -89,13 +89,9 @@ SECONDS_BETWEEN_LOOKS = 0.2
 class Exports(AbstractContextManager["Exports"]):
     """A thread that writes the model of some checkpoints to `exports/ROUND`; a context manager.
 
-    The thread reads a checkpoint when it is complete. So the devices keep nothing for it, and the
-    training waits only if the next export is due before the last one is complete. A folder is
-    written under a hidden name, which is changed when it is complete. If the process is killed
-    meanwhile, the next one writes the folder again: until the next export is due, the run keeps the
-    checkpoint (`fedpax.checkpoints.orbax_files`).
-
-    A failure is printed, and does not stop the run.
+    The training waits only if the next export is due before the last one is complete. After a kill
+    the next process writes the folder again: until then the run keeps the checkpoint. A failure is
+    printed, and does not stop the run.
     """
 
     def __init__(

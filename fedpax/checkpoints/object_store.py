@@ -22,11 +22,7 @@ CHUNK_BYTES = 1 << 24
 
 
 def is_object_store(folder: Path) -> bool:
-    """Return whether a folder is in an object store.
-
-    Such a store has no operation that renames a folder with its files: the mount refuses it, or
-    copies file by file. A file is written completely or not at all.
-    """
+    """Return whether a folder is in an object store, which renames no folder with its files."""
     if is_remote(folder):
         return True
     try:
@@ -52,11 +48,7 @@ def remove_folder(folder: Any) -> None:
 
 
 def delete_folder(folder: Any, *, last: str) -> None:
-    """Delete a folder that counts as complete; if the process is killed, a part does not count.
-
-    On a disk the folder is renamed to `.NAME.deleted.draft` first; in an object store, which has no
-    such operation, one file is deleted first.
-    """
+    """Delete a folder that counts as complete; if the process is killed, a part does not count."""
     if is_object_store(folder):
         (folder / last).unlink(missing_ok=True)
         remove_folder(folder)

@@ -37,11 +37,7 @@ class _LiteralPath(_LocalPath):
 
 
 def literal_path(folder: Path) -> Path:
-    """Return a path under which Orbax finds its files.
-
-    Orbax lists the files of a checkpoint by patterns that begin with its folder. In a folder such
-    as `runs[1]` it would find none, and leave a part of the checkpoint out.
-    """
+    """Return a path under which Orbax, which lists files by patterns, finds those of `runs[1]`."""
     if not isinstance(folder, Path) or glob.escape(str(folder)) == str(folder):
         return folder
     return cast(Path, _LiteralPath(folder))
@@ -103,11 +99,7 @@ def wait_for_writers() -> None:
 
 
 def atomicity_of(folder: Path) -> "ocp.options.AtomicityOptions":
-    """Return how Orbax completes a checkpoint: in an object store, it writes it in place.
-
-    A checkpoint in place is complete when it has `COMMITTED`. Checkpoints without this file, which
-    were copied into the store, can be read too.
-    """
+    """Return how Orbax completes a checkpoint: in an object store in place, by `COMMITTED`."""
     mode = ocp.options.AtomicityMode
     if not is_object_store(folder):
         return ocp.options.AtomicityOptions(mode.AUTO)
@@ -115,11 +107,7 @@ def atomicity_of(folder: Path) -> "ocp.options.AtomicityOptions":
 
 
 def on_one_device(tree: Any) -> Any:
-    """Replace small replicated arrays by their copies on one device.
-
-    Orbax compiles a slice for each device that has a copy, so that the devices write an array
-    together. For small arrays, compiling takes longer than writing them from one device.
-    """
+    """Replace small replicated arrays by copies on one device, which Orbax need not slice."""
     if jax.process_count() > 1:  # Orbax then needs the arrays of all processes
         return tree
 
@@ -178,11 +166,7 @@ LOGGERS = ("absl", "asyncio")
 
 
 class QuietFailedSaves(AbstractContextManager["QuietFailedSaves"]):
-    """A context manager that hides the tracebacks which follow the first error of a save.
-
-    Orbax writes arrays concurrently. The first error is raised. Orbax and asyncio log the others,
-    asyncio when their futures are collected: after an error the filters of both logs stay.
-    """
+    """A context manager that hides the tracebacks which follow the first error of a save."""
 
     _lock = threading.Lock()
     _in_effect = 0

@@ -79,11 +79,9 @@ def resize_participants(
 ) -> jax.Array:
     """Make a placed array for another number of participants.
 
-    Floating-point values are weighted by `participant_weights`, accumulated in float32 or wider and
-    rounded once; a state that is only copied keeps its bits. Values that cannot be averaged, such
-    as step counts, come from the saved participant of the largest weight; of several, the first.
-    Random keys come from the same participant, and are folded with the new participant's index, so
-    that they differ.
+    Floating-point values are averaged in float32 or wider by `participant_weights`; a state that is
+    only copied keeps its bits. Other values come from the saved participant of the largest weight,
+    and random keys from it are folded with the new participant's index.
     """
     if saved.shape == like.shape:
         return saved

@@ -38,11 +38,7 @@ class Parent(NamedTuple):
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self | None:
-        """Read the parent of a checkpoint; None if the checkpoint has all rows itself.
-
-        Raises:
-            ArgumentError: the file is not such a record, or names no earlier checkpoint.
-        """
+        """Read the parent of a checkpoint; None if the checkpoint has all rows itself."""
         try:
             parent = cls(**read_json(checkpoint / PARENT))
         except FileNotFoundError:
@@ -71,11 +67,7 @@ def lineage(folder: Path, step: int) -> list[tuple[int, Parent | None]]:
 
 
 def read_parents(folder: Path, steps: Iterable[int]) -> dict[int, int]:
-    """Return the parent's round of each checkpoint that has one.
-
-    Raises:
-        OSError: a file cannot be read, such as without permission. The parent would be deleted.
-    """
+    """Return the parent's round of each checkpoint that has one, or raise an OSError."""
     parents = {}
     for step in steps:
         try:
@@ -167,16 +159,12 @@ class _StoreRows(NamedTuple):
 
 
 class RowChanges:
-    """The rows that the next checkpoint of a run writes.
+    """The rows that the next checkpoint of a run writes: those whose fingerprints changed.
 
-    A change is found by the fingerprints of the rows, whatever rule of whatever round wrote them.
-
-    Checkpoints are numbered from 0, which has all rows. The parent of checkpoint n is n without
-    its lowest bit that is 1: the parent of 1, 2, 4 and 8 is 0, and the parent of 7 is 6, whose
-    parent is 4. Checkpoint n has the rows that changed since its parent. So a row is read from
-    one of at most 1 + log2(n) checkpoints, and a change is written at most that often. If the rows
-    to write are more than `LARGEST_PART` of a store, the next checkpoint has all rows, and is
-    checkpoint 0 of new ones.
+    Checkpoints are numbered from 0, which has all rows. The parent of checkpoint n is n without its
+    lowest bit that is 1, and n has the rows that changed since its parent. So a row is read from
+    one of at most 1 + log2(n) checkpoints, and a change is written at most that often. A checkpoint
+    of more than `LARGEST_PART` of a store has all rows, and is number 0 of new ones.
     """
 
     def __init__(self) -> None:
@@ -198,13 +186,7 @@ class RowChanges:
         rounds: Mapping[int, int],
         newest: Mapping[StorePath, Int64[np.ndarray, " rows"]],
     ) -> None:
-        """Continue after a restored checkpoint.
-
-        Args:
-            state: the restored state.
-            rounds: the rounds of the checkpoint and its ancestors, by position.
-            newest: for each store, the position of the checkpoint that has each row.
-        """
+        """Continue after a checkpoint: by position its ancestors' rounds, and each row's place."""
         self.forget()
         if blocks := _blocks(state):
             self._rounds = dict(rounds)

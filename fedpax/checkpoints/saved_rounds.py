@@ -38,10 +38,7 @@ CHUNK_BYTES = 1 << 24
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the size and the CRC-32 of every file in a folder to `checksums.json` there.
-
-    In a bucket it is the CRC-32C, in base64.
-    """
+    """Write sizes and CRC-32s, in a bucket CRC-32Cs, of files to `checksums.json`."""
     if is_remote(folder):
         listed = list_files(folder)
         content: dict[str, Any] = {n: listed[n] for n in sorted(listed) if not _is_ignored(n)}

@@ -133,11 +133,7 @@ def _at(tree: Any, path: Iterable[str]) -> Any:
 
 
 def load_state(job_log_dir: str | Path, round_number: int, like: Any) -> Any:
-    """Load the state of a run's algorithm, to evaluate what its clients keep.
-
-    `like` is its abstract value, from `jax.eval_shape(algorithm.init, ...)`. The leaves of the
-    result are NumPy arrays.
-    """
+    """Load the state of a run's algorithm as NumPy arrays; `like` is its abstract value."""
     fields = {}
     for name, struct in like._asdict().items():
         wanted = ocp.tree.to_flat_dict(struct)

@@ -34,9 +34,8 @@ FILE_BYTES = 1 << 27
 class StateParts:
     """The parts of a run's state in its checkpoints.
 
-    `state` is the state; `params` the model, where the state computes it; `rows` the rows of client
-    stores that changed since the parent, which `parent.json` names. Without `rows`, `state` has the
-    client stores.
+    `params` is the model, where the state computes it; `rows` the rows of client stores that
+    changed since the parent. Without `rows`, `state` has the client stores.
     """
 
     def __init__(self, folder: Path, parents: dict[int, int]) -> None:

@@ -1,8 +1,4 @@
-"""`fedpax completion`: a script that completes commands, flags, experiments and their fields.
-
-The script holds all words, so that no key press starts Python. It names the experiments and fields
-of the version of fedpax that made it.
-"""
+"""`fedpax completion`: a script that completes commands, flags, experiments and their fields."""
 
 import dataclasses
 import shlex

@@ -135,10 +135,7 @@ def _export_stages(saved: SavedRun, options: flags.FlagValues) -> int:
 
 @contextlib.contextmanager
 def _draft_of(out: Path, *, last: str | None) -> Iterator[Path]:
-    """Yield the path of a draft, which takes the place of a folder or, if `last` is None, a file.
-
-    Of a folder, the file `last` comes last, so that a folder with it is complete.
-    """
+    """Yield the path of a draft of a folder or a file; of a folder, the file `last` comes last."""
     draft = out.with_name(f".{out.name}.draft")
     made = [folder for folder in out.parents if not folder.exists()]
     try:

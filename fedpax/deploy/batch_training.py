@@ -78,11 +78,7 @@ def train_in_batches(
     exp: str = "",
     allow_config_change: Collection[str] = (),
 ) -> TrainingResult:
-    """Train an experiment in a folder, or resume its run, with several rounds in one job.
-
-    A job has the rounds up to the next evaluation or checkpoint. `fedpax.train` can resume the run
-    in the same folder, and the other way round.
-    """
+    """Train an experiment, or resume its run, with the rounds up to the next save in one job."""
     training = experiment.training
     default = TrainingConfig(rounds=1, evaluate_every=1, checkpoint_every=1)
     for name in _WITHOUT:
@@ -255,15 +251,10 @@ NEW = "new_clients/"
 
 
 class HeldoutClients(NamedTuple):
-    """The held-out examples of a run by client.
+    """The held-out examples of a run by client: one round of all clients.
 
-    Attributes:
-        clients: one round of all clients, each with its held-out examples, as
-            `fedpax.data.cohort_rounds` makes it.
-        names: the clients' names.
-        is_new: whether a client is held out with all its examples.
-        loss_fn: `(params, batch) -> (loss, metrics)`, means over the examples of the mask.
-        finish: makes the metrics of these means: floats, or arrays `[clients]`.
+    `is_new` tells a client that is held out with all its examples. `finish` makes metrics of the
+    means of `loss_fn`.
     """
 
     clients: Any
@@ -287,10 +278,7 @@ def evaluate_in_batches(
     *,
     by_client: bool = False,
 ) -> tuple[dict[str, float], ClientMetrics | None]:
-    """Evaluate a model on held-out examples in one job.
-
-    Without `by_client`, only sums over clients leave the workers.
-    """
+    """Evaluate a model in one job; only sums leave the workers, but for `by_client`."""
     ids = heldout.clients.client_ids(0)
     groups = np.stack([~heldout.is_new, heldout.is_new], axis=1)[ids].astype(np.float32)
     evaluate = _program(heldout.loss_fn, len(ids), by_client)

@@ -1,8 +1,4 @@
-"""The work of a batch job that runs the rounds of a program, without the engine that carries it.
-
-Each function takes and returns values that an engine can send between processes: numbers, and
-arrays encoded as bytes. `fedpax.deploy.beam` connects them on Apache Beam.
-"""
+"""The work of a batch job that runs the rounds of a program, without the engine that carries it."""
 
 import functools
 import hashlib
@@ -90,11 +86,7 @@ class BatchWork(NamedTuple):
     """What each process of a job needs, to be pickled.
 
     Attributes:
-        job: a name of the job that no other job has.
-        noise_key: the key of the server's noise, drawn for this job. An engine that repeats a
-            round for the same arguments has the same noise.
-        manifest: the manifest of the exported stages.
-        files: the content of its files.
+        noise_key: the key of the server's noise, the same where a round is repeated.
         open_clients: opens the clients; called once in each process.
         data: the name of each own value that is data, and its leaf of the data.
         states: by `PARTICIPANT` and by `CLIENT`, the names of the values kept between rounds.

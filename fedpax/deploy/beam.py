@@ -1,7 +1,6 @@
 """Rounds on Apache Beam: populations in files of any size, on one machine or on many.
 
-The server's parts, the participants and the merges of their terms are steps of one pipeline; a
-round's results are the next round's arguments. A participant's data are read where it runs.
+The server's parts, the participants and the merges of their terms are steps of one pipeline.
 """
 
 from __future__ import annotations

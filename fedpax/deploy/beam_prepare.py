@@ -1,8 +1,4 @@
-"""Prepare files on Apache Beam: sort them by client on many machines, into shards.
-
-Two pipelines: the first reads the schemas and a sample of the clients, the second sends each row to
-the shard of its client, where it is sorted. This process then names the shards in prepared.json.
-"""
+"""Prepare files on Apache Beam: sort them by client on many machines, into shards."""
 
 from __future__ import annotations
 
@@ -44,15 +40,7 @@ except ImportError:  # pipeline_options raises
 
 
 class PreparedShards(NamedTuple):
-    """The result of `prepare_beam`.
-
-    Attributes:
-        num_examples: the number of examples.
-        num_clients: the number of clients, or None if the files have none.
-        num_shards: the number of shards.
-        skipped: the number of rows that were skipped, by file.
-        first_skipped: the beginning of the first skipped row, by file.
-    """
+    """The result of `prepare_beam`."""
 
     num_examples: int
     num_clients: int | None
@@ -81,12 +69,10 @@ def prepare_beam(
     num_shards: int | None = None,
     flags: Sequence[str] = (),
 ) -> PreparedShards:
-    r"""Sort files by client on many machines; the result equals that of `fedpax.data.prepare`.
+    """Sort files by client on many machines; the result equals that of `fedpax.data.prepare`.
 
-    The folder has the same clients and examples in the same order, divided into shards, each a
-    prepared folder of consecutive clients. `fedpax.data.load` opens it, or one of its shards. A
-    file is read by one worker, twice. prepared.json is written last: after an interruption, prepare
-    again.
+    The folder is divided into shards, each a prepared folder. A file is read by one worker, twice.
+    prepared.json is written last: after an interruption, prepare again.
     """
     options = LoadOptions.of(locals())
     pipeline_options("prepare_beam", flags)
@@ -125,13 +111,7 @@ def prepare_beam(
 
 
 class _Place(NamedTuple):
-    """The folders that a job writes to.
-
-    Attributes:
-        shards: the folder of the shards: of a draft, or `out` in a bucket.
-        messages: the folder of the job's messages.
-        out: the local folder that the draft becomes, or None.
-    """
+    """The folders that a job writes to: in a draft that becomes `out`, or in a bucket."""
 
     shards: str
     messages: str

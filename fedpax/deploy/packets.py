@@ -14,12 +14,7 @@ _LARGEST_TEXT = 2000
 
 
 class Packet(NamedTuple):
-    """A packet.
-
-    Attributes:
-        values: numbers, strings and booleans by name.
-        arrays: encoded arrays (`fedpax.deploy.encoded_values`), one element for each kind.
-    """
+    """A packet."""
 
     values: Mapping[str, Any]
     arrays: Sequence[bytes] = ()

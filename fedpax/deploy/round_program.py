@@ -50,13 +50,9 @@ class Settings(NamedTuple):
 class RoundProgram(NamedTuple):
     """A program that `read_program` has read and checked.
 
-    Attributes:
-        artifact: the stages.
-        settings: the settings.
-        names: by name `"server"` and `"own"`, the values of the algorithm's state that the server
-            and each participant have; `"carried"`, for each value of the server's state its name
-            among the results of a round; `"cohort"`, for each path in a cohort the value's name.
-        program: the sha256 of all of it.
+    `names` has by `"server"` and `"own"` the values of the algorithm's state, by `"carried"` the
+    results that replace the server's, and by `"cohort"` the paths in a cohort. `program` is the
+    sha256 of all of it.
     """
 
     artifact: Artifact

@@ -279,10 +279,7 @@ def check_manifest(
 
 
 def program_hash(manifest: Mapping[str, Any]) -> str:
-    """Return the sha256 of what a manifest says about the program.
-
-    Dates, versions and lines of source are left out.
-    """
+    """Return the sha256 of what a manifest says about the program."""
     dated = ("program", "created", "not_after", "versions", "lines")
     content = {key: value for key, value in manifest.items() if key not in dated}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,11 +1,8 @@
 """Copies of a run's state in the memory of each host, from which an elastic job resumes.
 
-A training process writes its own shards of the state into a folder of the host's memory, such as
-`/dev/shm`. The copy outlives the process: the next one reads it, without a collective, so that no
-complete round is lost. If only a lost host had a shard, the run resumes from its checkpoint.
-
-Participants of an elastic job have **numbers**: island 2 keeps its number when island 1 is lost.
-A copy records the numbers of its participants, so each island continues with its own state.
+A training process writes its own shards, and the next one reads them without a collective. If only
+a lost host had a shard, the run resumes from its checkpoint. Participants have **numbers**: island
+2 keeps its number when island 1 is lost.
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""The part of a training process in an elastic job: which participants train, and its copies.
-
-The supervisor of `fedpax train --elastic` starts the process with a membership. All processes of a
-generation have one, with the same job, period and round.
-"""
+"""The part of a training process in an elastic job: which participants train, and its copies."""
 
 import dataclasses
 import json

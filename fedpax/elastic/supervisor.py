@@ -1,8 +1,6 @@
 """`fedpax train --elastic`: supervise a training process, and restart it when processes change.
 
-The supervisor uses no device. It starts a training process when the keeper
-(`fedpax.elastic.elastic_coordinator`) requests it, reports its exit status, and ends it when the
-set of training processes changes. The supervisor of process 0 runs the keeper, unless
+The keeper (`fedpax.elastic.elastic_coordinator`) requests it. Process 0 runs the keeper, unless
 `--keeper=alone` runs it on a host of its own.
 """
 

@@ -1,8 +1,6 @@
 """The collectives of a compiled program: their kinds, mesh axes, bytes and executions.
 
-They are read from the compiled text, not from the jaxpr, because the compiler adds collectives
-(for automatic axes), merges them (all leaves of a tree in one all-reduce), splits them (over
-several slices) and moves them out of loops.
+They are not in the jaxpr: the compiler adds, merges, splits and moves them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The values that participants send in place of their updates, and those that they keep.
-
-Aggregators mark encoded updates (`fedpax.aggregators.mark_sent`), and work of the server that runs
-on the participants' devices. The client store marks the states that it reads and writes.
-"""
+"""The values that participants send in place of their updates, and those that they keep."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -18,13 +14,8 @@ from fedpax.transforms.streaming_plan import StreamingPlan
 class Sent(NamedTuple):
     """A value that a participant sends.
 
-    Attributes:
-        map: identity of the map that computes it.
-        position: position among the map's sent values.
-        type: dtype and shape.
-        num_bytes: its bytes.
-        before: bytes of the update that it replaces, counted once for all values that replace it.
-        executions: number of executions of the mark in the mapped function.
+    `before` is the bytes of the update that it replaces, counted once for all values that replace
+    it.
     """
 
     map: int

@@ -39,11 +39,7 @@ def overlap_options(mesh: Mesh) -> dict[str, str]:
 
 
 def memory_options(platform: str) -> dict[str, str]:
-    """Return compiler options with which a program of many independent parts needs less memory.
-
-    On a CPU, XLA by default orders operations so that many can run at the same time, and keeps
-    their results. A round that sends fragments has such operations for each fragment.
-    """
+    """Return compiler options with which a program of many independent parts needs less memory."""
     if platform != "cpu":
         return {}
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}

@@ -1,16 +1,9 @@
 """Pipeline parallelism: layers sharded over the mesh axis `stage`, a batch in microbatches.
 
-Each device along `stage` holds some of the layers. Microbatches pass from stage to stage, so that
-all stages compute at the same time, on different microbatches. In a tick, every stage receives the
-features of a microbatch, applies one block of its layers to them, and sends them on.
-
-- `num_repeats=1`: each stage has one block of consecutive layers. This is GPipe.
-- `num_repeats > 1`: each stage has `num_repeats` shorter blocks. Stage s has the blocks s,
-  s + num_stages, s + 2 num_stages, ... of the model, and a microbatch passes all stages
-  `num_repeats` times. Ticks are shorter, and so is the time that a stage is idle
-  while the pipeline fills and drains: num_stages - 1 ticks.
-
-A function and its gradient use the same pipeline, the gradient in reverse: JAX derives it.
+In a tick, every stage receives the features of a microbatch, applies one block of its layers to
+them, and sends them on. With `num_repeats=1`, GPipe, a stage has one block of consecutive layers.
+Else stage s has the shorter blocks s, s + num_stages, s + 2 num_stages, ..., and a microbatch
+passes all stages `num_repeats` times: a stage is idle for num_stages - 1 shorter ticks.
 """
 
 from __future__ import annotations

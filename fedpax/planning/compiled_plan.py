@@ -1,8 +1,6 @@
 """The plan of a compiled round: its memory, matmuls, collectives, and a roofline of its time.
 
-Memory, collectives, matmuls and their sizes are read from the compiled program. Times are lower
-bounds from the chip's published specifications: the time that one resource needs if it is the only
-bottleneck.
+Times are lower bounds: what one resource needs if it is the only bottleneck.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Transfers between slices: the local steps that hide them, and the time that stays exposed.
 
-Matmuls and transfers follow the schedule of the compiled program. A local step takes the plan's
-bound. Transfers use the bandwidth out of a slice one after another, in the order of their starts.
+Matmuls and transfers follow the schedule of the compiled program. Transfers run one after another.
 Time in which the program waits for a transfer is *exposed*.
 
-Training across sites shares one link: a step computes a forward pass, then a backward pass of twice
-its length, layer by layer from the last one. The (outer) gradient of a layer can be sent when its
-backward pass in the last step before the exchange has ended. Transfers run one after another. Time
-in which nothing computes because a transfer has not ended is *exposed*.
+Across sites, the gradient of a layer can be sent when its backward pass, layer by layer from the
+last one, has ended in the last step before the exchange.
 """
 
 from __future__ import annotations
@@ -156,11 +153,7 @@ class Overlap(NamedTuple):
 
     @property
     def peak_bytes_per_second(self) -> float:
-        """The largest sum of the rates of transfers that are in flight at the same local step.
-
-        The rate of a transfer is its bytes divided by the time from start to completion, at least
-        one local step.
-        """
+        """The largest sum of the rates of transfers that are in flight at the same local step."""
         rates = (
             sum(
                 transfer.bytes_per_step

@@ -1,8 +1,6 @@
 """Shared steps of the random partitions: frozen random numbers, shares, minimum sizes.
 
-Random numbers come from `numpy.random.RandomState`, which NumPy has frozen, over the bits of
-Philox, which NumPy promises to keep. (The streams of `numpy.random.Generator` may change between
-versions of NumPy.)
+NumPy promises to keep `RandomState` and the bits of Philox, and not the streams of `Generator`.
 """
 
 import numpy as np

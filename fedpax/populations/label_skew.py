@@ -1,8 +1,4 @@
-"""Partitions whose participants differ in their labels, or in their numbers of examples.
-
-Each assigns every example to exactly one participant, gives every participant at least one example,
-and depends on its arguments alone.
-"""
+"""Partitions whose participants differ in their labels, or in their numbers of examples."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeAlias

@@ -1,10 +1,4 @@
-"""Partitions at random and by a field, and the checks that all partitions share.
-
-A partition is a list with one array of example indices for each participant. The functions here
-assign every example to exactly one participant and give every participant at least one example: at
-random (`partition_iid`), or by the values of a field (`partition_by_field`, `partition_natural`).
-See `label_skew` for random partitions whose participants differ.
-"""
+"""Partitions at random and by a field, and the checks that all partitions share."""
 
 import heapq
 import zlib

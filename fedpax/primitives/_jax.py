@@ -1,8 +1,4 @@
-"""Collect all unstable JAX interfaces that fedpax uses: `jax.extend` and `jax.interpreters`.
-
-No other module imports `jax.extend` or `jax.interpreters`. This module defines primitives from
-their rules, converts functions to jaxprs and back, and removes dead code.
-"""
+"""Collect all unstable JAX interfaces that fedpax uses: `jax.extend` and `jax.interpreters`."""
 
 import dataclasses
 import functools

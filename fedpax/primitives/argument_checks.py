@@ -244,10 +244,7 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
 def named_like(
     fn: Callable[..., Any], run: Callable[..., Any], static: StaticArguments = NO_STATIC_ARGUMENTS
 ) -> Callable[..., Any]:
-    """Copy the name, source line and argument names of the user's function to another function.
-
-    JAX's messages about tracers contain these. Without them, a message names an internal function.
-    """
+    """Copy the name, source line and argument names of a user's function, for JAX's messages."""
     signature = signature_of(fn)
     functools.update_wrapper(run, fn, updated=())
     source = fn
@@ -289,10 +286,7 @@ def callbacks(jaxpr: Jaxpr) -> dict[str, str]:
 
 
 def lines_of_custom_calls(jaxpr: Jaxpr, platforms: Sequence[str]) -> dict[str, str]:
-    """Return the custom calls of a jaxpr, each with the line of its first use, or "".
-
-    JAX lowers some operations into functions without lines, so each equation is lowered alone.
-    """
+    """Return the custom calls of a jaxpr, each with the line of its first use, or ""."""
     lowered: set[Any] = set()
 
     def find(eqn: JaxprEqn) -> list[str]:

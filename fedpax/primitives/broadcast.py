@@ -1,7 +1,4 @@
-"""`federated_broadcast`, and the index of each participant.
-
-The transpose of the broadcast is a sum, so sum.py registers it.
-"""
+"""`federated_broadcast`, and the index of each participant."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Rules of primitives that call a function given as a jaxpr: derivatives, batching and pruning.
 
-`federated_map` and `federated_program` share these rules. The only difference is that a map runs
-its function once per participant, on slices. Each rule derives a new jaxpr and binds the same
-primitive with it: the derivative of a map is two maps, the derivative of a program two programs.
+A map runs its function once per participant, on slices; a program runs it once. Each rule derives a
+new jaxpr and binds the same primitive with it.
 """
 
 import functools
@@ -157,8 +156,7 @@ def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
 def _rematerializes_maps(closed: ClosedJaxpr) -> bool:
     """Return whether the backward pass recomputes maps that the user put under `jax.checkpoint`.
 
-    It does not if the function has effects, which would run twice, or if other maps are inside a
-    `jax.checkpoint` around part of the program: then the user chooses the values that are saved.
+    It does not if effects would run twice, or if another map is inside of a `jax.checkpoint`.
     """
     maps = list(_maps(closed.jaxpr))
     return any(own for own, _ in maps) and not (
@@ -182,13 +180,10 @@ def _maps(jaxpr: Jaxpr, under_checkpoint: bool = False) -> Iterator[tuple[bool, 
 
 
 def _is_saveable(primitive: Primitive, *_: Any, **params: Any) -> bool:
-    """Return whether the backward pass reads the results of an equation from memory.
+    """Return whether the backward pass reads an equation's results: the policy of `jax.checkpoint`.
 
-    The policy of `jax.checkpoint` for programs with rematerialized maps. Saved are the results of
-
-    - reductions;
-    - maps whose function is not under `jax.checkpoint`;
-    - programs, except programs with rematerialized maps that return placed values.
+    Saved are results of reductions, of maps that are not under `jax.checkpoint`, and of programs,
+    except those with rematerialized maps that return placed values.
     """
     if primitive.name == "federated_map":
         return not is_rematerialized(params["jaxpr"])

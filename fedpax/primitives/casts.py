@@ -1,6 +1,6 @@
 """Checked casts: a user's numbers in the dtypes that devices hold, or an error.
 
-Without `jax_enable_x64`, JAX holds numbers in at most 32 bits, and silently wraps larger integers.
+Without `jax_enable_x64`, JAX silently wraps integers of more than 32 bits.
 """
 
 import math
@@ -67,10 +67,7 @@ def device_array(values: Any, name: str, remedy: str | None = None) -> NDArray[A
 
 
 def device_weights(values: Any, name: str) -> NDArray[Any]:
-    """Convert NumPy or Python weights as `device_array`, integers beyond its bounds to floats.
-
-    Means use weights in floats, so nothing is lost: 3e9 examples are the float32 number 3e9.
-    """
+    """Convert weights as `device_array`, and integers beyond its bounds to floats."""
     array = _numbers(values, name)
     dtype = _device_dtype(array.dtype)
     if jnp.issubdtype(dtype, jnp.integer) and np.any(_outside(array, *_bounds(dtype))):
@@ -79,10 +76,7 @@ def device_weights(values: Any, name: str) -> NDArray[Any]:
 
 
 def host_array(values: Any, name: str) -> NDArray[Any]:
-    """Convert to an array of any dtype, or raise a ValueError if values are masked.
-
-    `np.asarray` drops the mask of a `np.ma.MaskedArray`, and returns what is beneath.
-    """
+    """Convert to an array of any dtype, or raise if values are masked: NumPy drops the mask."""
     if isinstance(values, np.ma.MaskedArray) and np.any(np.ma.getmaskarray(values)):
         raise ArgumentError(
             f"{name} is an array with masked values, expected a value in every place. Fill them "

@@ -1,8 +1,7 @@
 """Rows of clients: a loop over a cohort reads and writes them in the store of all clients.
 
-On a mesh, each device has an equal block of the rows. A client's row can be on another device than
-the client: then the states of a chunk go around the ring of devices, forward to be read and back to
-be written, only as far as the chunk's rows move.
+On a mesh, each device has an equal block of the rows. The states of a chunk go around the ring of
+devices, forward to be read and back to be written, only as far as the chunk's rows move.
 """
 
 from collections.abc import Sequence
@@ -21,13 +20,10 @@ MOVED_ROWS = "fedpax_moved_rows"
 
 
 class ClientRows(NamedTuple):
-    """The states of a cohort, as rows of an array of all clients.
+    """The states of a cohort: rows of an array `[clients, ...]`, or of a device's block of it.
 
-    Attributes:
-        rows: array `[clients, ...]`; inside a `shard_map`, the device's block of it.
-        client_ids: integers `[cohort]`, below `clients`, different from one another; negative where
-            a client is absent. An absent client reads zeros and writes nothing. Each device has the
-            ids of the whole cohort.
+    `client_ids` are integers `[cohort]`, the whole cohort's on each device, each once. An absent
+    client has a negative one: it reads zeros and writes nothing.
     """
 
     rows: Any
@@ -222,15 +218,10 @@ def write_rows(buffer: jax.Array, rows: jax.Array, start: Any, fusible: bool) ->
 
 
 class LazySlice(NamedTuple):
-    """A lazy slice: the full stacked array plus the index of one participant.
+    """A slice that a nested loop reads from the full array, without a copy.
 
-    A nested loop reads such a value directly from the full array, without a copy.
-
-    Attributes:
-        array: array whose first axes belong to placements, the outermost first. In a pytree of
-            types or of partition specs: its type or its spec.
-        indices: int32 scalars, the index along each of these axes. In a pytree of types or of
-            partition specs: their types or specs.
+    The first axes of `array` belong to placements, the outermost first, and `indices` are int32
+    scalars along them. In a pytree of types or of partition specs: their types or specs.
     """
 
     array: Any

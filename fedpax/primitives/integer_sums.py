@@ -1,7 +1,4 @@
-"""Sums beyond the range of their dtype: found where a program runs outside of `jax.jit`.
-
-Inside `jax.jit` a value cannot raise, so an integer sum wraps around, as with `jnp.sum`.
-"""
+"""Sums beyond the range of their dtype: found where a program runs outside of `jax.jit`."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -157,10 +154,7 @@ def _is_known(total: Any) -> bool:
 
 
 def check_sums(sums: Sequence[IntegerSum]) -> None:
-    """Raise a ValueError if a sum has wrapped around, or one of weights is out of range.
-
-    It then differs from the estimate by a multiple of 2**32, or of 2**64 in 64 bits.
-    """
+    """Raise a ValueError for a sum that differs from its estimate by a multiple of its range."""
     for where, total, estimate in sums:
         if not _is_known(total):
             continue

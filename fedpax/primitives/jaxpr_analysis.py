@@ -96,11 +96,7 @@ OF_ALL = frozenset("add add_any concatenate max min sub".split())
 
 
 def zero_results(closed: ClosedJaxpr, zeros: Sequence[bool]) -> list[bool]:
-    """Tell which results of a jaxpr are 0, given the arguments that are.
-
-    A result is 0 if it is computed from zeros alone, by equations that keep them: no number is
-    computed. False where this is not known.
-    """
+    """Tell which results of a jaxpr are 0, given the arguments that are; False if not known."""
     jaxpr = closed.jaxpr
     known = {v for v, is_zero in zip(jaxpr.invars, zeros, strict=True) if is_zero}
 
@@ -133,10 +129,7 @@ def _zero_outputs(eqn: JaxprEqn, zeros: list[bool]) -> list[bool]:
 
 
 def peak_live_bytes(jaxpr: Jaxpr) -> int:
-    """Compute the peak number of live bytes when a jaxpr runs equation by equation.
-
-    This is an upper estimate: a compiler fuses equations and does not store values between them.
-    """
+    """Compute the peak of live bytes, equation by equation: an upper estimate, without fusion."""
     last_use: dict[Var, int] = {}
     for i, eqn in enumerate(jaxpr.eqns):
         last_use.update({v: i for v in eqn.invars if isinstance(v, Var)})

@@ -32,10 +32,7 @@ def _axis_type(placement: Placement) -> AxisType | None:
 
 
 def spans_devices() -> bool:
-    """Tell whether arrays can have shards on several devices, by the mesh in context.
-
-    In code that runs on one shard, where all axes are manual, they cannot.
-    """
+    """Tell whether arrays can have shards on several devices: not where all axes are manual."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     return any(axis_type != AxisType.Manual and size > 1 for axis_type, size in axes)

@@ -15,10 +15,7 @@ ONE_BLOCK = 128  # participants; the rounding errors of so few additions are neg
 
 
 class Monoid(NamedTuple):
-    """An associative operation with an identity.
-
-    All functions take and return lists of arrays, because one total can consist of several arrays.
-    """
+    """An associative operation with an identity."""
 
     reduce: Callable[[list], list]  # `(arrays [n, ...]) -> totals` over participants
     # `(totals, totals) -> totals` of two groups of participants
@@ -86,10 +83,7 @@ def accumulation_dtype(dtype: Any) -> Any:
 
 
 def whole_byte_dtype(dtype: Any) -> Any:
-    """Return int8 or uint8 for integers of 2 and 4 bits, else the dtype itself.
-
-    `jnp.sum` raises for these integers, and `jnp.mean` returns the mean of int2 as int2.
-    """
+    """Return int8 or uint8 for integers of 2 and 4 bits, which `jnp.sum` refuses."""
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
         dtype = jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
     return jnp.dtype(dtype)

@@ -188,10 +188,7 @@ def _reshard_to_type(x: jax.Array) -> jax.Array:
 def largest_auto_chunk(
     jaxpr: ClosedJaxpr, shared: Sequence[bool], device_kind: str | None = None
 ) -> int:
-    """Return how many participants fit at once, without the arguments that they share.
-
-    The chip is by default that of the mesh in context, or without one that of JAX's first device.
-    """
+    """Return how many participants fit at once, without the arguments that they share."""
     if device_kind is None:
         device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
         device_kind = device.device_kind

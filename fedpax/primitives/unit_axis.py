@@ -50,7 +50,7 @@ def keep_unit_axis(jaxpr: ClosedJaxpr, placed: Sequence[bool], stacked: int) -> 
     """Return a participant's function as a function of arrays with a leading axis of size 1.
 
     An elementwise equation keeps the axis if an operand has it and a stacked result follows by
-    elementwise equations alone. Other equations are evaluated without the axis.
+    elementwise equations alone.
     """
     wanted = [i < stacked for i in range(len(jaxpr.out_avals))]
 

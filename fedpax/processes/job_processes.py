@@ -1,10 +1,7 @@
 """The roll call: find the missing process of a job, before JAX connects them.
 
-If a process is missing, JAX aborts the other processes without naming it. If the coordinator's port
-is in use, JAX crashes. Therefore process 0 first listens on that port itself. Each process connects
-and sends its number and its count of processes. Process 0 answers when all have connected, or sends
-the numbers of the missing processes to those that have. The port is free again when the function
-returns.
+JAX aborts without naming it. So process 0 first listens on the coordinator's port itself, and
+answers when all have connected, or sends the numbers of the missing processes.
 """
 
 import contextlib

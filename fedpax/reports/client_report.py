@@ -56,10 +56,7 @@ def spread_of(name: str, values: Float64[np.ndarray, " clients"]) -> Spread:
 
 
 def format_clients(by_client: ClientMetrics) -> str:
-    """Format metrics by client as two Markdown tables: their spread, and the clients.
-
-    The second table has at most 20 clients, the worst ones by the first metric.
-    """
+    """Format metrics by client as two Markdown tables: their spread, and the 20 worst clients."""
     rows = []
     for name, values in by_client.metrics.items():
         spread = spread_of(name, values)

@@ -77,10 +77,8 @@ def trajectory_of(
 ) -> MetricTrajectory:
     """Add the bytes and FLOPs of participants to the evaluations of a run.
 
-    `fedpax.cost` counts both for a round in which all participants take all steps; they are unknown
-    if the round is no fedpax program. The FLOPs of a round are scaled by its number of valid steps.
-    If participants differ in their steps, the run's cohorts are drawn again up to the last
-    evaluation.
+    `fedpax.cost` counts them for a round in which all take all steps; FLOPs are scaled by the valid
+    steps.
     """
     rounds = [line["round"] for line in evaluations]
     cohort = next(run.cohorts)

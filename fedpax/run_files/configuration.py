@@ -19,8 +19,8 @@ VERSION = 1
 def to_json(configuration: Any, path: str = "") -> Any:
     """Convert nested frozen dataclasses to values that JSON can hold.
 
-    A dataclass becomes an object with its fields and `"class": "module:Name"`; no field can have
-    the name `class`. A tuple becomes a list.
+    A dataclass becomes an object with its fields and `"class": "module:Name"`; a tuple becomes a
+    list.
     """
     if dataclasses.is_dataclass(configuration) and not isinstance(configuration, type):
         check_is_dataclass(configuration)
@@ -69,8 +69,8 @@ def class_name(configuration: Any) -> str:
 def from_json(value: Any, file: str | PurePath = CONFIGURATION, own: Collection[type] = ()) -> Any:
     """Rebuild a configuration from the result of `to_json`, and run no code that it names.
 
-    The value can come from others. So a class that it names is one of fedpax's dataclasses, or one
-    in `own`. Fields that were added to the class in the meantime take their defaults.
+    A class that it names is one of fedpax's dataclasses, or one in `own`. Missing fields take their
+    defaults.
     """
     if isinstance(value, list):
         return tuple(from_json(item, file, own) for item in value)

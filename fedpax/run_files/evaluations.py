@@ -25,11 +25,7 @@ class BestMetric(NamedTuple):
 
 
 def parse_best_metric(text: str) -> BestMetric:
-    """Parse `NAME`, `min:NAME` or `max:NAME`.
-
-    Without `min:` or `max:`, smaller values are better if the name ends with `loss`, otherwise
-    larger ones.
-    """
+    """Parse `NAME`, `min:NAME` or `max:NAME`; without, smaller values of a `...loss` are better."""
     order, colon, name = text.rpartition(":")
     if not name or (colon and order not in ("min", "max")):
         raise ArgumentError(
@@ -43,12 +39,6 @@ class Evaluations:
     """The evaluations of a run: the best one, and the number since then.
 
     It depends on the logged metrics alone, so that a run that resumes comes to the same result.
-
-    Attributes:
-        metric: the metric.
-        best_round: the round of the best evaluation; 0 before the first.
-        best: its value; NaN before the first.
-        waited: number of evaluations since then.
     """
 
     def __init__(

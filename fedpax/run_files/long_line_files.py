@@ -1,8 +1,7 @@
 """Long files of lines: read in pieces, and stored in parts in a folder where files cannot grow.
 
-A part of `metrics.jsonl` has the file's name and the position of its first byte, such as
-`metrics.jsonl.2097152`. The part at 0 is `metrics.jsonl` itself. The file is the part at 0, then
-the part that begins where it ends, and so on: parts that no other part leads to are leftovers.
+A part has the file's name and the position of its first byte, such as `metrics.jsonl.2097152`.
+Parts that the part at 0 does not lead to are leftovers.
 """
 
 import contextlib
@@ -105,8 +104,7 @@ def replace_by(path: Path, chunks: Iterable[bytes]) -> None:
 def part_starts(size: int) -> list[int]:
     """Return the positions at which the parts of a file of some size begin.
 
-    A file grows in its last part, up to `PART_BYTES`. `PARTS_MERGED` parts of one size become one.
-    So each byte is written O(log size) times, and there are O(log size) parts.
+    `PARTS_MERGED` parts of one size become one: each byte is written O(log size) times.
     """
     whole, starts, at = size // PART_BYTES, [], 0
     span = 1
@@ -224,11 +222,7 @@ def explain_unreadable(path: PurePath, expectation: str) -> Iterator[None]:
 def read_json_lines(
     path: Path, is_whole: Callable[[Any], bool], expectation: str
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    r"""Read the undamaged lines of a file.
-
-    The text after the last newline is left out, and not counted as damage: a process that was
-    killed leaves an incomplete line there.
-    """
+    """Read the undamaged lines of a file; text after the last newline is no damage."""
     lines: list[dict[str, Any]] = []
     damaged: list[int] = []
     with explain_unreadable(path, expectation):

@@ -108,13 +108,9 @@ def throughput(rounds: Iterable[Mapping[str, Any]]) -> float:
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """A writer that appends to `metrics.jsonl` and to TensorBoard's files; a context manager.
 
-    On entering, a run that resumes after round r drops the lines of later rounds. In the end the
-    file equals the file of an uninterrupted run apart from `TIMINGS`. TensorBoard hides the same
-    rounds.
-
-    Attributes:
-        kept: lines of earlier processes that stay in the file: the lines of the last rounds
-            (`metrics_log.LAST_ROUNDS`), and all lines without a round.
+    A run that resumes after round r drops the lines of later rounds, so that the file equals the
+    file of an uninterrupted run apart from `TIMINGS`. `kept` are the lines of the last rounds
+    (`metrics_log.LAST_ROUNDS`) and lines without a round of earlier processes.
     """
 
     def __init__(
@@ -309,10 +305,7 @@ def is_vector(value: Any) -> bool:
 
 
 def with_quantiles(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace each vector by its quantiles, such as `accuracy/p10`; leave all else as it is.
-
-    A value that is NaN or infinite is left out: a participant that is absent has none.
-    """
+    """Replace each vector by quantiles of its finite values, such as `accuracy/p10`."""
     named: dict[str, Any] = {}
     for name, value in values.items():
         if not is_vector(value):

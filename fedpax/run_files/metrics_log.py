@@ -1,9 +1,7 @@
 """The lines of a run's `metrics.jsonl`, of which long files are read without parsing every line.
 
-When a checkpoint is saved, the file's size and checksum are recorded. If the first bytes still have
-this checksum, their lines are whole and in the order in which they were written, and only the
-lines that a caller chooses are parsed. All lines after the first bytes, and all lines of a file
-with another checksum, are parsed and checked one by one.
+A checkpoint records the file's size and checksum. First bytes that still have it are whole, and
+only the lines that a caller chooses are parsed. All other lines are parsed and checked.
 """
 
 import functools
@@ -42,13 +40,7 @@ EXPECTATION = (
 
 
 class Sum(NamedTuple):
-    """The first bytes of `metrics.jsonl`, which a checkpoint has seen on the disk.
-
-    Attributes:
-        bytes: their number.
-        crc: their CRC-32.
-        round: the largest round of a line in them.
-    """
+    """The first bytes of `metrics.jsonl` at a checkpoint: number, CRC-32, largest round."""
 
     bytes: int = 0
     crc: int = 0

@@ -68,9 +68,7 @@ def resolve_job_log_dir(job_log_dir: str | Path) -> Path:
 def resolve_folder(folder: str | Path) -> Path:
     """Return a folder of a file system as an absolute path, or a folder in a bucket.
 
-    Orbax writes to `gs://` by TensorStore's driver for Google Cloud Storage. It has none for other
-    stores: `build_kvstore_tspec` in its `serialization/tensorstore_utils.py`, version 0.12.8,
-    takes any other URL for a path.
+    Orbax writes to `gs://` alone: it takes any other URL for a path.
     """
     if not is_remote(folder):
         return resolve_job_log_dir(folder)

@@ -1,8 +1,6 @@
-"""Goodput: the share of a cluster's chip time that trains, while chips fail.
+"""Goodput: the share of a cluster's chip time that trains, while chips fail independently.
 
-Chips fail independently of each other, and a failed chip takes its slice out until it is repaired.
-Three ways to train through it are simulated, event by event, from the same failures: data
-parallelism with restart, elastic data parallelism, and decoupled learners.
+Data parallelism with restart, elastic data parallelism and decoupled learners, event by event.
 """
 
 from collections.abc import Callable

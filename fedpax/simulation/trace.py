@@ -200,10 +200,7 @@ TRIES = 32
 
 
 class UpTimes:
-    """Times at which each participant of a trace is up.
-
-    They are lists, because reading single entries of an array is slower.
-    """
+    """Times at which each participant of a trace is up."""
 
     def __init__(self, trace: Trace) -> None:
         self.has_failures = trace.downtimes.shape[1] > 0

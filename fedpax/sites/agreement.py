@@ -39,13 +39,7 @@ _MOST_WORDS = 200
 
 
 class Outcome(NamedTuple):
-    """The sites that differ.
-
-    Attributes:
-        refused: for each site that differs, what differs.
-        undecided: the properties that are not stated and whose values tie among the sites, at most
-            three. None: there is none.
-    """
+    """The sites that differ: what differs of each, and the unstated properties that tie."""
 
     refused: dict[str, str]
     undecided: str | None
@@ -54,8 +48,7 @@ class Outcome(NamedTuple):
 def count_votes(sites: Mapping[str, Properties], stated: Mapping[str, str]) -> Outcome:
     """Return the sites that differ from what the coordinator states, or from most other sites.
 
-    A site without a property differs from none, unless the property is needed. No site counts more
-    for being the first.
+    A site without a property differs from none, unless the property is needed.
     """
     refused: dict[str, str] = {}
     while True:
@@ -124,11 +117,7 @@ _SECONDS_TO_TELL = 2.0
 
 
 class Agreement:
-    """What the coordinator and the sites agree on.
-
-    A site whose description is malformed, or differs from what the coordinator states or most sites
-    have, is refused with the reason, and the others go on.
-    """
+    """What the coordinator and the sites agree on; sites that differ are refused."""
 
     def __init__(
         self,

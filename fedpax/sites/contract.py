@@ -22,13 +22,7 @@ FINE_TUNED = "fine_tuned"
 
 
 class ClientRange(NamedTuple):
-    """The clients of a site among all clients of a run.
-
-    Attributes:
-        first: number of the site's first client.
-        number: its number of clients.
-        total: number of clients of all sites.
-    """
+    """The clients of a site among all clients of a run: the first one, and both numbers."""
 
     first: int
     number: int
@@ -38,10 +32,8 @@ class ClientRange(NamedTuple):
 class Question(NamedTuple):
     """A program that the coordinator runs over the clients before the first round.
 
-    Attributes:
-        settings: what a site needs to run its part (`SiteExperiment.answer`), JSON.
-        stages: the program's stages.
-        args: its arguments; types in place of what clients own.
+    `settings` is JSON, from which `SiteExperiment.answer` runs a site's part. Clients' own
+    arguments are types.
     """
 
     settings: Json
@@ -130,10 +122,7 @@ class SiteExperiment(Protocol):
         ...
 
     def describe_site(self) -> Json:
-        """Return what a site tells the coordinator of its data: JSON with `"clients"`.
-
-        `"clients"` is the number of its clients. Whatever else is in it is disclosed too.
-        """
+        """Return JSON that is disclosed to the coordinator, with `"clients"`, their number."""
         ...
 
     def shared_properties(self, description: Json) -> Mapping[str, str | None]:

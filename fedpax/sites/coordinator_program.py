@@ -18,12 +18,7 @@ from fedpax.transforms.stages import Request, Stages, stages
 
 
 class CoordinatorState(NamedTuple):
-    """The content of a coordinator's checkpoints, for `fedpax evaluate`, `generate` and `export`.
-
-    Attributes:
-        params: the model.
-        server: further values of the server by name, such as a server optimizer's state.
-    """
+    """The content of a coordinator's checkpoints, which `fedpax evaluate` and others read."""
 
     params: Params
     server: dict[str, jax.Array]

@@ -27,14 +27,9 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class DownlinkArrays(NamedTuple):
-    """Arrays for all sites, whole or as differences.
+    """Arrays for all sites: whole, or coded as differences from `base`.
 
-    Attributes:
-        whole: the arrays.
-        coded: their differences from the base; those that are sent whole are `whole`'s.
-        base: what a site must have to read `coded`.
-        target: what it has then.
-        checksum: of the arrays that it has then.
+    A site that has the base has `target` then, of this checksum.
     """
 
     whole: Arrays
@@ -59,10 +54,7 @@ def whole(arrays: Arrays) -> DownlinkArrays:
 
 
 class Downlink:
-    """The coordinator's side: x_t is sent as Q(x_t - r), and r <- r + Q(x_t - r) at both sides.
-
-    What is lost in one round is part of the next difference, so errors do not add up.
-    """
+    """The coordinator's side: x_t is sent as Q(x_t - r), and r <- r + Q(x_t - r) at both sides."""
 
     def __init__(self, codec: str, epoch: str) -> None:
         self._codec, self._epoch, self._version = make_codec(codec), epoch, 0

@@ -344,9 +344,8 @@ class TaskExchange:
     ) -> dict[str, SiteReply] | None:
         """Ask sites, and return the replies by name, sorted.
 
-        It returns when each site that is asked has answered, is silent or is overdue, or, after
-        `seconds`, when a quorum has answered; None if `stop()` is True before, or if no quorum is
-        left.
+        It returns when each site has answered, is silent or is overdue, or, after `seconds`, when a
+        quorum has answered. None: `stop()` is True before, or no quorum is left.
         """
         deadline = time.monotonic() + seconds
         self._forget_replies()

@@ -142,10 +142,7 @@ def leave_one_out(
     merge: Callable[[Terms, Terms], Terms],
     rest: Terms = (),
 ) -> Iterator[tuple[str, Terms]]:
-    """Yield each site with the merged terms of the other sites, in the order of the sites.
-
-    It reads the terms of n sites n log2(n) times in all, and has log2(n) merged terms at a time.
-    """
+    """Yield each site with the merged terms of the other sites: n log2(n) reads of terms in all."""
     if len(sites) == 1:
         yield sites[0], rest
         return

@@ -42,10 +42,9 @@ def run_coordinator(
 ) -> SyncerResult:
     """Run the rounds of an experiment over sites that train on data of their own.
 
-    The coordinator needs no accelerator, and no data except for `rules.accept_if`. The first round
-    begins when `rules.min_sites` sites have joined and agree on their inputs. The model is saved
-    after each round, before a site receives it, so a coordinator that is killed resumes after its
-    last round. The folder gets what `fedpax train` writes, and `federation.json` and `sites.json`.
+    The first round begins when `rules.min_sites` sites have joined and agree on their inputs. The
+    model is saved before a site receives it: a coordinator that is killed resumes after its last
+    round.
     """
     rules = RoundRules() if rules is None else rules
     rules.check()

@@ -1,7 +1,4 @@
-"""Terms of sites as secure sums: the coordinator learns the sum over sites, and not a site's terms.
-
-Terms are sent as words (`fedpax.secure_sums.arithmetic`), whose sums are exact.
-"""
+"""Terms of sites as secure sums: the coordinator learns the sum over sites alone."""
 
 import functools
 import math
@@ -126,11 +123,9 @@ def ask_for_sums(
 ) -> dict[str, SiteReply] | None:
     """Ask sites as `TaskExchange.ask` does, for the sum of their terms alone.
 
-    The first of the replies has the sum, in the terms' dtypes, and the others have no arrays. It
-    raises a `SecureSumError` if too few sites are left, if their shares do not fit, or if the sites
-    that are left have fewer than `least_clients` of the clients that take part. A site whose answer
-    is malformed, or whose keys `signer` does not find signed by it, is left out. `report` is called
-    with its name and the reason, and with the names of sites whose shares do not fit.
+    The first reply has the sum, and the others have no arrays. It raises a `SecureSumError` if too
+    few sites or clients are left, or if shares do not fit. Malformed or unsigned answers are left
+    out.
     """
     from fedpax.secure_sums import CoordinatorSide, SecureSumError
 
@@ -222,11 +217,7 @@ EncodedSums = Mapping[str, np.ndarray]
 
 
 class Uplink:
-    """Encodes the sums of a site: s_t is sent as q = Q(s_t + e), and e <- s_t + e - q at the site.
-
-    What is lost in one round is part of the next sum, so errors do not add up. The key of the codec
-    differs by round and by site.
-    """
+    """Encodes the sums of a site: sends q = Q(s_t + e), and keeps e <- s_t + e - q."""
 
     def __init__(self, up: str, stage: Stage, adds: bool) -> None:
         self._codec = make_codec(up, "up")

@@ -75,10 +75,7 @@ class SiteEvaluation:
         self._log.add_evaluation(number, _weighted_mean(with_loss), by_site)
 
     def say_goodbye(self, number: int, params: Callable[[], Params], seconds: float) -> list[str]:
-        """Answer sites until each of them knows the end of the run, at most for `seconds`.
-
-        A site that is heard after that is answered too, for as long as a round waits for sites.
-        """
+        """Answer sites until each of them knows the end of the run, at most for `seconds`."""
         deadline = time.monotonic() + seconds
         end = deadline + self._round_seconds
         with_model, exchange, sites = self._with_model, self._exchange, self._exchange.sites

@@ -36,11 +36,7 @@ class SiteState(NamedTuple):
 class SiteFile(NamedTuple):
     """The content of `site.json`.
 
-    Attributes:
-        run: the run's name. Default None: no coordinator has taken the site yet.
-        finished: whether the site has its last model.
-        process: the secret name of the last process that joined. The next one in this folder
-            proves by it that it may take over at once.
+    `process` is a secret name, by which the next process in this folder may take over at once.
     """
 
     run: str | None = None
@@ -95,12 +91,8 @@ Values = Mapping[str, np.ndarray]
 class KeptValues:
     """The states of a site's clients, such as SCAFFOLD's controls, by the client's name.
 
-    A name is a hash of it on the disk. The states of clients that are absent stay there: a client
-    whose file returns has its state.
-
-    New states count once the coordinator says that it has counted the round in which they were
-    made. Until then the former states are beside them: a site that missed a deadline, or that was
-    killed, takes these.
+    New states count once the coordinator has counted their round: a site that missed a deadline, or
+    that was killed, takes the former ones. The states of absent clients stay.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -115,10 +107,7 @@ class KeptValues:
         return self._known[client]
 
     def propose(self, token: str, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write new states of clients, made in the round of a token; they replace older proposals.
-
-        They are on the disk when this returns, so that a reply is never ahead of them.
-        """
+        """Write new states of clients, made in the round of a token: before the reply is sent."""
         self._folder.mkdir(exist_ok=True)
         for path in self._folder.glob("*.new"):
             path.unlink()
@@ -128,10 +117,7 @@ class KeptValues:
             write_message(new, Message({"token": token}, arrays))
 
     def settle(self, counted: str | None, current: str) -> None:
-        """Take over the proposals of the counted round.
-
-        Other proposals are removed, except the proposals of the current round.
-        """
+        """Take over the counted round's proposals, and remove others but the current round's."""
         for path in sorted(self._folder.glob("*.new")):
             token = self._load(path).header["token"]
             if token == current:

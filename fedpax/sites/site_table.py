@@ -22,9 +22,8 @@ LATE = "it did not answer in time"
 class Attendance:
     """The deadlines that a site has missed, by the kind of the task.
 
-    A missed deadline counts 1, and a round that the site was part of takes 1 back: a site that
-    answers every other round is waited for. A late answer is in time if the task ended early,
-    because the site was not waited for: such a site is waited for once more.
+    A missed deadline counts 1, and a round that the site was part of takes 1 back. A late answer is
+    in time if the task ended early, because the site was not waited for.
     """
 
     def __init__(self) -> None:

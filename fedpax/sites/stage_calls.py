@@ -49,14 +49,7 @@ MOST_SHARE = 0.5
 
 
 class Participants(NamedTuple):
-    """The clients that take part in a stage, by site.
-
-    Attributes:
-        clients: their numbers among the clients of all sites.
-        slots: their places in the program.
-        firsts: the number of each site's first client.
-        total: number of clients of all sites, also of those that take no part.
-    """
+    """The clients that take part in a stage, by site: their numbers, and places in the program."""
 
     clients: Mapping[str, Sequence[int]]
     slots: Mapping[str, Sequence[int]]
@@ -257,8 +250,7 @@ class StageCalls:
     ) -> tuple[Any, Any, list[int]] | None:
         """Return the terms of a stage from the values that sites showed in earlier stages.
 
-        What a site showed cannot be replaced by another value later: the sum of the updates that
-        Krum selects is computed here. None: the stage reads other values of the sites.
+        So no site can replace such a value later. None: the stage reads other values of the sites.
         """
         if not is_computable(divided, request.stage):
             return None

@@ -73,14 +73,8 @@ def take_part(
 ) -> JoinResult:
     """Train on this site's data in the rounds that a coordinator asks for.
 
-    The data stay here. The site sends the merged terms of its clients (sums and weights), numbers
-    of clients and examples, the metrics of its held-out examples, and what
-    `SiteExperiment.describe_site` tells. A site that is killed returns with its clients' states of
-    the last round that counted.
-
-    The folder gets `config.json`, `site.json`, `metrics.jsonl` with the metrics of this site's
-    held-out examples, `kept/` with its clients' states, and in the end `checkpoints/` with the
-    model.
+    The data stay here: the site sends merged terms of its clients, numbers of clients and examples,
+    metrics, and what `SiteExperiment.describe_site` tells.
     """
     if only_sums_of and only_sums_of < 2:
         raise ArgumentError(

@@ -1,9 +1,4 @@
-"""Filters of updates: by the norm of an update, or by the metrics of the merged model.
-
-Pure functions of the updates' norms, and of the losses of models with them. They return the dropped
-sites with reasons, for metrics and for people. Aggregators that tolerate wrong updates, such as
-`coordinate_median`, need no guard: they bound what all updates together can do.
-"""
+"""Filters of updates: by the norm of an update, or by the metrics of the merged model."""
 
 import math
 import re

@@ -21,11 +21,7 @@ SECONDS_BETWEEN_DROPS = 0.02
 
 
 class UpdateRows:
-    """Collects the rows of clients, in memory or in files.
-
-    A file is mapped into memory without a copy, so the memory does not grow with the number of
-    clients: the server part reads blocks of columns, and pages that were read are dropped.
-    """
+    """Collects the rows of clients, in memory or in files that are mapped without a copy."""
 
     def __init__(self, values: Sequence[Value], size: int, folder: Path) -> None:
         self._values, self._size = values, size
@@ -56,10 +52,7 @@ class UpdateRows:
                 file.write(row.reshape(-1).view(np.uint8))  # bfloat16 is not a buffer
 
     def finish(self) -> tuple[list[jax.Array], list[int]]:
-        """Return the rows of each value, and the places of their clients.
-
-        With a file, all places are returned, and clients without an answer have zeros.
-        """
+        """Return the rows of each value, and the places of their clients, all with a file."""
         in_memory = [
             jnp.zeros((0, *value.shape), value.dtype) if not rows else jnp.concatenate(rows)
             for value, rows in zip(self._values, self._rows, strict=True)

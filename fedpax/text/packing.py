@@ -1,10 +1,7 @@
 """Packing: concatenate documents of any length and split them into rows of equal length.
 
 A document of n tokens gives n + 1 pairs (input, target): the separator predicts the first token,
-each token the next one, and the last token the separator. In the concatenated pairs the targets are
-the inputs shifted by one, so splitting into rows loses no pair, and every token is a target exactly
-once. All rows but the last are full. grain's packing does the same with a Python loop over rows and
-is much slower than the array operations here.
+and the last token the separator. Targets are the inputs shifted by one, so splitting loses no pair.
 """
 
 import dataclasses

@@ -1,8 +1,6 @@
 """Vocabularies: bytes, and the tokens of a tokenizer's files with the end of a document.
 
-The vocabulary of bytes has 256 tokens, so that an embedding table divides evenly among devices. The
-separator is 0xFF: UTF-8 never uses it (RFC 3629, section 1), so no text contains it. (Byte 0 is a
-valid character that real text sometimes contains.)
+The separator of bytes is 0xFF, which UTF-8 never uses (RFC 3629, section 1).
 """
 
 import json

@@ -243,16 +243,7 @@ def _bytes_across_placement(compiled: jax.stages.Compiled, run: Run) -> float:
 
 
 class CompiledLengths:
-    """The round of a run, compiled for each length of the axis of steps that it meets.
-
-    All cohorts of a stream have the length of the first one, unless its `pad_to` is "round", as of
-    `fedpax.data.cohort_rounds`.
-
-    Args:
-        stream: the stream of cohorts.
-        first: the first cohort.
-        compile: compiles the round for a cohort.
-    """
+    """The round of a run, compiled for each length of the axis of steps that it meets."""
 
     def __init__(
         self, stream: CohortStream, first: Cohort, compile: Callable[[Cohort], CompiledRound]
@@ -266,10 +257,7 @@ class CompiledLengths:
     def of(
         self, number: int, cohort: Cohort, compiling: Callable[[], AbstractContextManager[None]]
     ) -> CompiledRound:
-        """Return the round for a cohort, whose other types are checked.
-
-        A new length is compiled in the context of `compiling`.
-        """
+        """Return the round for a cohort, whose types are checked; compile for a new length."""
         expected, length = self._first, self._length(cohort)
         if self._has_lengths:
             batches = jax.tree.map(
@@ -303,18 +291,10 @@ def state_shardings(
     """Derive the shardings of a state from the shardings of the parameters.
 
     A leaf belongs to a parameter if the leaf's path ends with the parameter's path and the leaf's
-    last axes are the parameter's axes: the server's model and momentum, for example. Such a leaf
-    keeps the parameter's sharding on these axes. Axes in front of them hold one entry per
-    participant, and the first of them is sharded over the placement's mesh axis.
-
-    A leaf may also hold some rows of a parameter, such as the momentum of a fragment of stacked
-    layers: its first axis is shorter than the parameter's, which is not sharded. As many vectors
-    as participants are such rows if they lie in a tree with rows of stacked matrices.
-
-    The rows of a `ClientStore` are sharded over the placement's mesh axis, as `client_store` makes
-    them. A leaf that belongs to no parameter, but whose first axis has one entry per participant
-    (such as the islands' step counts), is sharded over the placement's mesh axis. All other leaves
-    are replicated.
+    last axes are the parameter's axes, or some rows of them, as of a fragment of stacked layers. It
+    keeps the parameter's sharding on these axes; the first axis in front of them is sharded over
+    the placement's mesh axis. So are the rows of a `ClientStore`, and other leaves whose first axis
+    has one entry per participant. All other leaves are replicated.
 
     The compiler cannot infer these shardings: the zeros of a new optimizer state do not depend on
     the parameters.

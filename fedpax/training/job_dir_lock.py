@@ -29,10 +29,9 @@ LOCK = ".lock"
 class JobDirLock(AbstractContextManager["JobDirLock"]):
     """A lock on a run's folder, so that only one job trains in it; a context manager.
 
-    The operating system releases the lock when the process ends, however it ends, so a killed
-    process leaves no lock behind. Of a job with several processes, process 0 holds the lock.
-
-    On exit the lock's file is deleted, and so is the folder if it was created here and is empty.
+    The operating system releases it when the process ends, however it ends. Process 0 of a job
+    holds it. On exit the lock's file is deleted, and so is the folder if it was created here and is
+    empty.
     """
 
     def __init__(self, folder: Path) -> None:

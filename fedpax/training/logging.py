@@ -28,10 +28,7 @@ class RoundLogger:
     """A logger of rounds and evaluations.
 
     The metrics of a round are fetched after the next round was dispatched, so that the devices
-    always have work. `flush` fetches them immediately.
-
-    Attributes:
-        waits_for: the round whose metrics `flush` waits for now, or None.
+    always have work. `flush` fetches them immediately; `waits_for` is the round that it waits for.
     """
 
     def __init__(

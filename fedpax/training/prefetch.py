@@ -18,9 +18,7 @@ Tree = TypeVar("Tree")
 class Prefetch(AbstractContextManager["Prefetch"]):
     """A thread that draws cohorts one round ahead, each with the stream's position after it.
 
-    The stream runs ahead of the training. A checkpoint needs the stream's position after the round
-    that it saves, so every position is recorded together with its cohort. A context manager: on
-    exit the thread stops.
+    A checkpoint needs the stream's position after the round that it saves.
     """
 
     def __init__(self, stream: CohortStream, sharding: ShardingTree, num_rounds: int) -> None:

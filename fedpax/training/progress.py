@@ -100,10 +100,8 @@ def _notebook_bar(**settings: Any) -> Any:
 class Progress(AbstractContextManager["Progress"]):
     """A progress bar with loss, throughput and remaining time on stderr; a context manager.
 
-    The bar stays on one line of a terminal: a narrow one shows no bar, then no times, no
-    throughput and no name, and the round and the losses last. A notebook shows the bar that
-    `tqdm.auto` chooses. Where stderr is neither a terminal nor a notebook, a line is printed after
-    each evaluation, and otherwise at most one every ten seconds.
+    A narrow terminal shows less, on one line. Where stderr is neither a terminal nor a notebook, a
+    line is printed after each evaluation, and otherwise at most one every ten seconds.
     """
 
     def __init__(

@@ -147,10 +147,7 @@ def _check_entries(folder: Path) -> None:
 
 
 def _changes(folder: Path, old: Experiment, new: Experiment) -> dict[str, str]:
-    """Return the fields that differ, but for `WITHOUT_EFFECT` and more rounds of a finished run.
-
-    A run that stopped early is finished: `fedpax train` then tells what lets it train on.
-    """
+    """Return the fields that differ, but for `WITHOUT_EFFECT` and more rounds of a finished run."""
     changes = differences(old, new)
     for path in WITHOUT_EFFECT:
         changes.pop(path, None)
@@ -185,10 +182,7 @@ def _is_at_or_below(path: str, group: str) -> bool:
 
 
 def describe_state_misfit(saved_in: Path, experiment: Experiment) -> str | None:
-    """Describe why an experiment cannot resume from a run's newest checkpoint, whatever is allowed.
-
-    The leaves and their shapes are compared. Nothing is compiled, and no array is read.
-    """
+    """Describe why an experiment cannot resume from a run's newest checkpoint, by its shapes."""
     try:
         step = latest_round(saved_in)
         if step is None:
@@ -232,9 +226,8 @@ SECONDS_UNTIL_VISIBLE = 10.0
 def check_agreement(folder: Path, experiment: Experiment, saved_in: Path | None = None) -> None:
     """Check that the processes have one experiment, one folder and one version of fedpax and JAX.
 
-    If they differed, they would run different programs and wait for each other forever. With one
-    process, nothing is checked. With a folder `saved_in` for checkpoints, each process can have a
-    run's folder of its own.
+    If they differed, they would wait for each other forever. With a folder `saved_in` for
+    checkpoints, each process can have a run's folder of its own.
     """
     if jax.process_count() == 1:
         return

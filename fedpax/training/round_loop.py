@@ -37,8 +37,7 @@ from fedpax.training.watchdog import Profile
 class RoundLoop(AbstractContextManager["RoundLoop"]):
     """The rounds of a run, from the newest checkpoint in its folder on; a context manager.
 
-    `start` moves state, data and metrics to a checkpoint or to the beginning. Resuming and rolling
-    back both call it, so a kill after a roll back does not change the result.
+    Resuming and rolling back both call `start`, so a kill after a roll back changes no result.
 
     Attributes:
         done: number of rounds that are completed or dispatched to the devices.

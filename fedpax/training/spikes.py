@@ -30,12 +30,7 @@ class RepeatedSpikesError(FedpaxError, ArithmeticError):
 
 
 class Spike(Exception):
-    """A spike in a run that rolls back.
-
-    Attributes:
-        round: the round.
-        loss: its loss.
-    """
+    """A spike in a run that rolls back: its round and its loss."""
 
     def __init__(self, round_number: int, loss: float, what: str = "") -> None:
         super().__init__(what or f"the loss of round {round_number} is {loss}")
@@ -44,10 +39,9 @@ class Spike(Exception):
 
 
 def spike_threshold(losses: Sequence[float], deviations: float) -> float:
-    """Return the loss above which a round is a spike, in robust deviations over a window.
+    """Return the loss above which a round is a spike: median + k max(1.4826 MAD, 0.001 |median|).
 
-    median + k max(1.4826 MAD, 0.001 |median|), where MAD is the median of the distances from the
-    median. A few outliers among the losses change the median and the MAD little.
+    MAD is the median of the distances from the median: a few outliers change both little.
     """
     window = np.asarray(losses, np.float64)
     median = np.median(window)
@@ -67,14 +61,9 @@ class SpikeCounts(NamedTuple):
 class SpikeHistory:
     """The losses of a run, its spikes, and the data that its roll backs leave out.
 
-    A round is a spike if its loss is not finite, or above the `spike_threshold` of the newest
-    losses before it. (`skip_spikes` also tests the state.) The window leaves out the round
-    just before: its loss may not be known when the round is dispatched, and every process and every
-    repetition of the run must come to the same result.
-
-    Attributes:
-        on_spike: as given.
-        counts: the numbers so far.
+    A round is a spike if its loss is not finite, or above the `spike_threshold` of the losses
+    before it. The window leaves out the round just before, whose loss may not be known when the
+    round is dispatched: every process and every repetition of the run must come to the same result.
     """
 
     def __init__(
@@ -169,11 +158,8 @@ def skip_spikes(
 ) -> Callable[..., tuple[State, Metrics]]:
     """Make a round keep the former state if its loss spikes or its new state is not finite.
 
-    The whole state is tested: in Streaming DiLoCo a gradient that is not finite can enter the
-    islands' own models alone, and the loss shows it a round later.
-
-    The choice is made on the devices, so that the host waits for nothing. It needs memory for the
-    former state beside the new one.
+    The whole state is tested: in Streaming DiLoCo the loss shows a gradient that is not finite only
+    a round later. The devices choose, so that the host waits for nothing.
     """
 
     def guarded(
@@ -196,8 +182,7 @@ def report_update_norm(
 ) -> Callable[..., tuple[State, Metrics]]:
     """Add `"update_norm"` to a round's metrics: the norm of the change of the server's model.
 
-    A state whose `params` is not a field, but computed from its fields, gets no norm: computing it
-    can need communication.
+    A state that computes its `params` gets no norm: computing it can need communication.
     """
 
     def reporting(state: State, cohort: Any, *frozen: Any) -> tuple[State, Metrics]:
@@ -219,10 +204,7 @@ def update_norm(before: Params, after: Params) -> Float[Array, ""]:
 
 
 def turned_non_finite(before: State, after: State) -> Bool[Array, ""]:
-    """Return whether a number of a state was finite before a round and is not after it.
-
-    An infinity that a method keeps in its state, such as the smallest loss so far, is allowed.
-    """
+    """Return whether a number of a state was finite before a round and is not after it."""
     turned = [
         jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new))
         for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
@@ -234,8 +216,7 @@ def turned_non_finite(before: State, after: State) -> Bool[Array, ""]:
 class FiniteCheck:
     """A check of a run's states for numbers that are not finite.
 
-    A leaf that was finite at the start of the run must stay finite. The model must be finite even
-    if it was not: a run can begin from a damaged one.
+    A leaf that was finite at the start must stay finite, and the model must be finite in any case.
     """
 
     def __init__(self, state: State) -> None:

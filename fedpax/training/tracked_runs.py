@@ -1,7 +1,7 @@
 """Runs at the servers of experiment trackers: Weights & Biases, MLflow and trackio.
 
-Addresses and credentials come from each tracker's own environment variables, so that no
-configuration holds them. Functions here may wait for a server, and raise if it cannot be reached.
+Addresses and credentials come from each tracker's own environment variables. Functions here may
+wait for a server, and raise if it cannot be reached.
 """
 
 import contextlib

@@ -60,11 +60,9 @@ class TrackedPosition(NamedTuple):
 class Tracker(AbstractContextManager["Tracker"]):
     """A thread that sends the lines of `metrics.jsonl` to a tracker; a context manager.
 
-    `add` only appends to a queue. If the server cannot be reached, the user is told once, the
-    lines wait in the queue, and the thread tries again. `tracker.json` in the run's folder has the
-    id of the tracked run and the rounds that it has: a later process continues it, and sends the
-    lines that an earlier one could not send. Lines of rounds that were sent before a kill are not
-    sent again.
+    `add` only appends to a queue, which waits for a server that cannot be reached. `tracker.json`
+    in the run's folder has the id of the tracked run and the rounds that it has: a later process
+    continues it, and sends no line twice.
 
     Attributes:
         enabled: whether lines are sent.

@@ -40,20 +40,11 @@ ACTIVITIES: dict[Bucket, str] = {
 class Watchdog(AbstractContextManager["Watchdog"]):
     """A thread that reports when a run makes no progress; a context manager.
 
-    The run makes progress whenever it enters a bucket of its `GoodputClock`: at least twice in
-    each round. One occurrence of an activity hangs if it takes
-
-    - longer than `hang_after` seconds, or than ten times as long if it is not a round's (it builds,
-      restores, compiles, evaluates or saves), and
-    - longer than 4 times the longest earlier occurrence of the same activity in this process.
-
-    The second condition is for slow runs: with `hang_after=600` and rounds that take 15 minutes,
-    only the first round is reported.
-
-    The report names the round, the activity and the longest earlier occurrence. It goes to stderr
-    and, with the stacks of all threads, to `hang_round_R.txt` in the folder
-    (`hang_round_R_process_P.txt` with several processes). The stacks tell a hang of the input from
-    one of the devices. They are also printed on stderr.
+    An activity of the run, a bucket of its `GoodputClock`, hangs if it takes longer than
+    `hang_after` seconds, or than ten times as long if it is not a round's, and longer than 4 times
+    the longest earlier one in this process. The report goes to stderr and, with the stacks of all
+    threads, to `hang_round_R.txt` in the folder (`hang_round_R_process_P.txt` with several
+    processes). The stacks tell a hang of the input from one of the devices.
     """
 
     def __init__(
@@ -142,8 +133,7 @@ FOLDER = "profile"
 class Profile(AbstractContextManager["Profile"]):
     """A trace of some rounds by `jax.profiler`, in the folder `profile/`; a context manager.
 
-    The devices finish all earlier rounds before the trace starts, and the traced rounds before it
-    ends, so these rounds do not overlap with others. Each round is a step of the trace.
+    The traced rounds do not overlap with others. Each round is a step of the trace.
     """
 
     def __init__(

@@ -23,10 +23,7 @@ _MOST_PROPOSALS = 1 << 18  # at a time, for the memory
 def draw_noise(
     described: Iterable[Mapping[str, Any]], random: Random = secrets.token_bytes
 ) -> dict[str, NDArray[Any]]:
-    """Draw the noise of one participant for a call of its function, or of the server for a run.
-
-    The noise stays where it is drawn, and no call draws the noise of another one.
-    """
+    """Draw the noise of one participant for a call of its function, or of the server for a run."""
     return {
         v["name"]: (normal if np.dtype(v.get("dtype", "int32")).kind == "f" else discrete_gaussian)(
             v["stddev"], v["shape"], random
@@ -57,8 +54,8 @@ def discrete_gaussian(
     """Draw integers k with probabilities proportional to `exp(-k^2 / (2 stddev^2))`.
 
     Each decision compares 64 random bits with a probability in float64: the probability of an
-    integer is within a factor of 1e-12 of the exact one, and a difference of 1e-17. Sums of
-    participants wrap modulo 2^32, and so does the result.
+    integer is within a factor of 1e-12 of the exact one, and a difference of 1e-17. The result
+    wraps modulo 2^32, as sums of participants do.
     """
     shape = tuple(shape)
     size = math.prod(shape)

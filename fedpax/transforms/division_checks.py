@@ -75,10 +75,7 @@ def find_by_name(names: Sequence[str], prefixes: Iterable[str], argument: str) -
 
 
 def read_by_rows(closed: ClosedJaxpr, placement: Placement) -> set[int]:
-    """Return the arguments of which participants read rows, or that a reduction reads.
-
-    The others are the server's, also if their first axis has the number of participants by chance.
-    """
+    """Return the arguments of which participants read rows, or that a reduction reads."""
     plan = make_plan(closed.jaxpr, placement)
     read: set[Var] = set()
     for phase in plan.loops:
@@ -168,10 +165,7 @@ def _first_read(division: Division, name: str) -> str:
 
 
 def check_means(plan: StreamingPlan) -> None:
-    """Raise a ValueError if a sum over participants is divided by their number.
-
-    That number is a constant in the program, so participants that do not answer would count.
-    """
+    """Raise a ValueError if a sum is divided by the number of participants, answered or not."""
     size = plan.placement.size
     if size == 1:
         return
@@ -284,10 +278,7 @@ class _Reductions(_Rewrite):
 
 
 class _ShownRows(_Rewrite):
-    """Fills in rows of absent participants.
-
-    A reduction gets its identity. Other code gets the result of earlier code for zeros.
-    """
+    """Fills in rows of absent participants: of a reduction its identity, else what zeros give."""
 
     def __init__(self, closed: ClosedJaxpr, plan: StreamingPlan) -> None:
         super().__init__(closed, plan)

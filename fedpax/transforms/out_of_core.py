@@ -1,8 +1,6 @@
 """Out-of-core execution: placed arguments stay in host memory, and run on the devices in chunks.
 
-The plan of a program (`fedpax.transforms.phases`) alternates between work of the server and a loop
-over the participants. The server's part of each phase is compiled once, and the loop once per chunk
-size. The totals of the chunks are combined in the same way as the totals of several devices.
+The server's part of each phase is compiled once, and the loop once per chunk size.
 """
 
 from __future__ import annotations

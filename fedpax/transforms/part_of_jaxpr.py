@@ -28,8 +28,7 @@ def needed(
 ) -> tuple[list[JaxprEqn], set[Var]]:
     """Return the equations that compute values from known ones, and the arguments they need.
 
-    With `with_effects`, equations with effects, such as callbacks, are among them, even if nothing
-    reads their results.
+    `with_effects` adds equations with effects, such as callbacks.
     """
     wanted = {v for v in outputs if isinstance(v, Var) and v not in known}
     eqns = []

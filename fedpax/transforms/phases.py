@@ -1,8 +1,7 @@
 """The division of a jaxpr into phases, which makes the plan of the streaming pass.
 
-The equations of a program are divided into phases. A phase is some work of the server, followed by
-one loop over the participants. An operation that depends on the result of a reduction runs in a
-later phase than the operands of that reduction.
+A phase is some work of the server, followed by one loop over the participants. What depends on the
+result of a reduction runs in a later phase than the operands of that reduction.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,11 +49,7 @@ def plan_phases(
 
 
 class _PlanBuilder:
-    """Makes a plan, equation by equation, in the order of the jaxpr.
-
-    Attributes:
-        plan: reads what has been planned so far.
-    """
+    """Makes a plan, equation by equation, in the order of the jaxpr."""
 
     def __init__(
         self,
@@ -116,11 +111,7 @@ class _PlanBuilder:
                 self._aliases[outer] = operand[v]
 
     def operands_on_another_axis(self, eqn: JaxprEqn) -> frozenset[Var]:
-        """Return operands of a federated equation whose participants are not on axis 0.
-
-        Federated equations work along axis 0. If the participants of an operand are on another axis
-        of the same size, the loop needs the whole value.
-        """
+        """Return operands of a federated equation whose participants are not on axis 0."""
         if eqn.params.get("placement") != self.plan.placement:
             return frozenset()
         pairs = zip(self.plan.operands(eqn), self._known_axes(eqn), strict=True)
@@ -209,11 +200,7 @@ class _PlanBuilder:
         return plan
 
     def _move_into_loops(self) -> None:
-        """Move equations of the server into the loops where only loops need their results.
-
-        These are equations on placed arguments in front of a map, and server values that are
-        broadcast along the participants' axis.
-        """
+        """Move equations of the server into the loops where only loops need their results."""
         users = self._users()
         for eqn in reversed(self._others):
             axes = {

@@ -51,9 +51,8 @@ class PlacedClosure(NamedTuple):
 def placed_closures(program: ClosedJaxpr, placements: Iterable[Placement]) -> list[PlacedClosure]:
     """Find the placed values that the mapped functions of a program close over.
 
-    A value is known to be placed if a federated operation returns it, or takes it as a placed
-    argument, if it is computed from such values participant by participant, or if such a value is
-    computed from its rows.
+    Placed are results and placed arguments of federated operations, and values that are computed
+    from them, or from whose rows they are computed, participant by participant.
     """
     closed = eliminate_dead_code(inline(program, inside=lambda inner: inner))
     names = argument_names(program)

@@ -53,12 +53,8 @@ class Kind(enum.Enum):
 class Use(NamedTuple):
     """An equation and its use of the participants' axis.
 
-    Attributes:
-        kind: the kind.
-        results: the participants' axis of each result; None for a server value.
-        read: the operands of which the equation reads the entries of all participants.
-        reduction: the parts of a reduction.
-        bodies: of a loop or conditional, the placed values of its jaxprs.
+    `results` has the axis of each result, None for a server value. `read` are operands of which it
+    reads the entries of all participants.
     """
 
     kind: Kind
@@ -69,14 +65,11 @@ class Use(NamedTuple):
 
 
 class PlacedValues:
-    """The placed values of a jaxpr, for one placement.
+    """The placed values of a jaxpr, with its calls inlined, for one placement.
 
     Attributes:
-        jaxpr: the jaxpr, with its calls inlined.
-        placement: the placement.
-        plan: its plan of phases.
         axes: placed value -> its axis that lists the participants.
-        fixed: the values that depend on no argument: constants, and values computed from them.
+        fixed: the values that depend on no argument.
         known: those among them that depend on no array constant either, such as an `iota`.
         collected: server values that are computed from the entries of all participants.
         uses: id of an equation -> its use of the axis.

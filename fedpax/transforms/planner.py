@@ -1,9 +1,7 @@
 """A plan that runs maps less often where this costs nothing else.
 
 `plan_phases` runs a map in the first phase that has its arguments. If a later phase reads the
-results too, such as the updates of clients whose weights are added up first, the map then runs
-again, or its results are stored for all participants. Here it waits for that phase, where this
-saves a run or memory.
+results too, it would run again, or store them. Here it waits for that phase.
 """
 
 from collections import Counter
@@ -32,10 +30,7 @@ class PlanCost(NamedTuple):
     chunk_sizes: dict[int, int]
 
     def is_below(self, other: "PlanCost") -> bool:
-        """Return whether a plan is better: some field of `gains` decreases, and no field increases.
-
-        A decrease in the remaining fields alone is not an improvement.
-        """
+        """Return whether some field of `gains` decreases, and no field increases."""
         return (
             self.gains() != other.gains()
             and self.runs <= other.runs
@@ -67,7 +62,7 @@ def _postpone(
 ) -> StreamingPlan | None:
     """Return a plan that costs less because a map waits; record it in `not_before`.
 
-    Maps and phases in `tried` are passed over: otherwise planning is cubic in the number of maps.
+    `tried` keeps planning from being cubic in the number of maps.
     """
     cost: PlanCost | None = None
     for phase, eqn in _run_again(best):

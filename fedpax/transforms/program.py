@@ -205,10 +205,7 @@ def program(
 
 
 def _check_is_no_option(name: str, value: Any) -> None:
-    """Raise a TypeError if a keyword that would declare a placement looks like an option.
-
-    Any name is accepted in `placements`.
-    """
+    """Raise a TypeError if a keyword that would declare a placement looks like an option."""
     is_size = isinstance(value, int) and not isinstance(value, bool)
     close = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.75 if is_size else 0.6)
     words = SETTING_WORDS.intersection(name.lower().split("_"))

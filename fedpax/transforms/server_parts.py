@@ -9,15 +9,9 @@ from fedpax.transforms.streaming_plan import Atom, StreamingPlan
 
 
 class ServerParts:
-    """The server's work between loops.
-
-    Part s runs between the loop of phase s - 1 and the loop of phase s. The last part follows the
-    last loop.
+    """The server's work between loops: part s runs between the loops of phases s - 1 and s.
 
     Attributes:
-        plan: the plan.
-        number: number of parts.
-        outputs: the results of the program.
         inputs: for each part, the values that it needs and does not compute.
         results: for each part, its values that other parts or loops need, or the program returns.
     """
@@ -67,10 +61,7 @@ class ServerParts:
         return [*(v for v in dict.fromkeys(wanted) if v in computed), *self._on_demand(part)]
 
     def _on_demand(self, part: int) -> list[Var]:
-        """Return the values, such as broadcasts, that a part computes from others when needed.
-
-        These are read as a whole by the loop that follows, or returned by the program.
-        """
+        """Return values, such as broadcasts, that a part computes only for a loop or a result."""
         wanted: list[Atom] = []
         if part in self.plan.loops:
             wanted += self.plan.loop_inputs(part)[0]

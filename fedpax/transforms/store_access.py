@@ -1,13 +1,7 @@
 """Accesses to a store of clients that a loop over the cohort makes itself, row by row.
 
-A method reads the states of a cohort, maps a function over them, and writes the new states:
-
-    states = gather_clients(store, client_ids)
-    new = federated_map(fn, states, ...)
-    store = scatter_clients(store, client_ids, new)
-
-Executed as written, two arrays hold the states of the whole cohort. If only one loop reads `states`
-and only the store takes `new`, the loop reads and writes the rows of the store instead.
+If only one loop reads what `gather_clients` returns, and only `scatter_clients` takes the new
+states, no array holds the states of the whole cohort.
 """
 
 from typing import Any, NamedTuple

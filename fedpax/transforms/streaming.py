@@ -135,10 +135,7 @@ def whole_value(plan: StreamingPlan, values: dict[Var, Any], v: Atom) -> Any:
 
 
 def _constant_rows(eqn: JaxprEqn) -> jax.Array | None:
-    """Return a number that an equation broadcasts to participants, without a layout.
-
-    Devices would gather an array with the layout of a placed value.
-    """
+    """Return a number that an equation broadcasts to participants, without a layout to gather."""
     if eqn.primitive is not federated_broadcast_p:
         return None
     (number,), (result,) = eqn.invars, eqn.outvars
@@ -164,7 +161,7 @@ def run_server(
 ) -> None:
     """Run the server's equations of a phase, and add their results to `values`.
 
-    The loop of `reads`, by the id of their equations, reads rows itself, and has `written` others.
+    The loop reads the rows of `reads`, by the id of their equations, and writes others itself.
     """
     for eqn in plan.server.get(phase, ()):
         if id(eqn) in reads:
@@ -297,11 +294,7 @@ class _ParticipantValues:
         return value if isinstance(value, jax.Array) else jnp.asarray(value, aval_of(v).dtype)
 
     def row_of(self, v: Atom, axis: int | None) -> Any:
-        """Return the row of a value, or the whole value if `axis` is None.
-
-        A server array can be read along another axis than a placed argument, which is the same
-        value: then its row is indexed here.
-        """
+        """Return the row of a value along an axis, or the whole value if `axis` is None."""
         if isinstance(v, Literal):
             return v.val
         if axis is None:

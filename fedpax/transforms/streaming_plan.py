@@ -16,8 +16,8 @@ Atom = Var | Literal
 class StreamingPlan:
     """The loops over the participants of one placement in a jaxpr, and the server's work.
 
-    A value is *mapped* if its computation contains a map. Values that a participant can compute
-    without a map, such as broadcasts and scaled arguments, are computed wherever they are needed.
+    A value is *mapped* if its computation contains a map. Others are computed wherever they are
+    needed.
     """
 
     jaxpr: Jaxpr
@@ -142,10 +142,7 @@ class StreamingPlan:
         return v in self.producer or (axis == 0 and aval_of(v).shape[0] == self.placement.size)
 
     def loop_inputs(self, phase: int) -> tuple[list[Var], list[Var]]:
-        """Return the values that the loop of a phase reads: server values, and placed values.
-
-        A value can be in both lists.
-        """
+        """Return the server values and the placed values that the loop of a phase reads."""
         shared, placed = dict[Var, None](), dict[Var, None]()
         for v, axis, unstacked in self.walk(phase):
             if unstacked is None:

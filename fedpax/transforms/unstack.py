@@ -1,8 +1,6 @@
 """Convert equations on the values of all participants to equations on one participant's slice.
 
-Between a map and a reduction, programs have array code on placed values `[n, ...]`. The streaming
-pass runs it in the loop over participants, on one participant's slice `[1, ...]`: the participants'
-axis stays, with size 1. This is possible if the equation can be split along that axis
+The loop over participants runs them on slices `[1, ...]`, if they can be split along that axis
 (`fedpax.transforms.unstack_rules`).
 """
 

@@ -1,8 +1,7 @@
 """The axes along which the equations of each primitive can be split into independent slices.
 
-Every slice of the result, along such an axis, needs one slice of an operand, or the whole operand.
-An equation that adds up slices along an axis, such as a `reduce_sum` or a matmul that contracts it,
-is listed too, with None for the axis of its result.
+Each slice of the result needs one slice of an operand, or the whole operand. For an equation that
+adds up slices, the axis of the result is None.
 """
 
 import math

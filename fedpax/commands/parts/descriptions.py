@@ -15,11 +15,7 @@ from fedpax.path_patterns import split_names, split_treatments
 
 
 def whole_sentences() -> ConstructorRegistry:
-    """Make the rules by which tyro describes fields: only a blank line ends a paragraph.
-
-    By itself, tyro also begins a new line of `--help` at each line of a docstring that begins with
-    a quote, a backtick or a digit.
-    """
+    """Make the rules by which tyro describes fields: only a blank line ends a paragraph."""
     registry = ConstructorRegistry()
     describing = False
 

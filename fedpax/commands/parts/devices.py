@@ -51,11 +51,7 @@ def has_tpu(root: Path) -> bool:
 def provide_devices(
     mesh: MeshConfig, sharded: Sequence[ShardedSize] = (), num_processes: int = 1
 ) -> None:
-    """Simulate the devices of a mesh on a CPU, unless the environment sets their number.
-
-    `fedpax.parallel.mesh_rule.simulated_count` tells how many. Several processes simulate the same
-    number of devices each.
-    """
+    """Simulate the devices of a mesh on a CPU, unless the environment sets their number."""
     skip_absent_tpus()
     sizes = mesh.stated
     takes_all = -1 in sizes.values()

@@ -133,12 +133,8 @@ def moments_of_blocks(
 class Scaling(NamedTuple):
     """What is done to values before clients average them.
 
-    Attributes:
-        center: is subtracted.
-        half: divides then.
-        low: values below are set to it, before all else; None: there are no bounds.
-        high: values above likewise.
-        factor: multiplies the averages.
+    Values are clipped to `low` and `high`, `center` is subtracted, and `half` divides; `factor`
+    multiplies the averages.
     """
 
     center: Float64[np.ndarray, " columns"]

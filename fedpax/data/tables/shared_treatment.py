@@ -21,11 +21,8 @@ Json = Mapping[str, Any]
 class AgreedTable(NamedTuple):
     """What sites agree on before they compute means.
 
-    Attributes:
-        label: the label, without the mean and deviation of a number.
-        treatments: the treatments of the columns.
-        categories: for each category, its values, and whether a client has another one.
-        missing: the columns of which a client misses a value.
+    `categories` has the values of each category, and whether a client has another one; `missing`
+    the columns of which a client misses a value.
     """
 
     label: Label
@@ -43,8 +40,7 @@ def describe_table(
 ) -> dict[str, Any]:
     """Return what a site tells others of the columns of its training examples, as JSON.
 
-    It tells the treatment of each column, the classes of the label, and for each category the
-    values and how many of its clients have each. Of text that is left out it tells no value.
+    Of text that is left out it tells no value.
     """
     categories: dict[str, dict[str, Any]] = {}
     missing = []
@@ -81,9 +77,8 @@ def agree_on_table(
 ) -> AgreedTable:
     """Return the treatment that all sites share, from their descriptions.
 
-    A column has the kind that it has at each site that has values of it. Categories are the values
-    of at least `min_clients` clients of all sites. An integer label of more than 20 values at all
-    sites together is a number to predict.
+    Categories are the values of at least `min_clients` clients. An integer label of more than 20
+    values is a number to predict.
     """
     treatments, categories = [], {}
     for name in dict.fromkeys(c["name"] for d in descriptions for c in d["columns"]):
@@ -176,11 +171,7 @@ NUMBERS = "numbers to predict"
 
 
 def table_properties(description: Mapping[str, Any]) -> dict[str, str]:
-    """Return what sites must have in common for `agree_on_table`, in words by name.
-
-    A column without values, or that a site lacks, has no property. Text of few and of many values
-    is one kind.
-    """
+    """Return what sites must have in common for `agree_on_table`, in words by name."""
     fields = description["label"]
     _check(isinstance(fields, dict), "label", fields)
     stated, is_number = fields.get("stated"), description["number"]

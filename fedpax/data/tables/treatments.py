@@ -282,10 +282,7 @@ def infer_treatment(
 
 
 def count_distinct(*pieces: Any) -> int:
-    """Return the number of distinct values of Arrow arrays together, without missing ones.
-
-    Values of several arrays are counted until they are more than `MOST_COUNTED`.
-    """
+    """Return the number of distinct values of Arrow arrays together, without missing ones."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -1,7 +1,4 @@
-"""Values of a table's column as NumPy arrays: numbers, days, and texts, with missing values.
-
-pyarrow is imported inside the functions, because it is in the extra `files`.
-"""
+"""Values of a table's column as NumPy arrays: numbers, days, and texts, with missing values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Flower: the rounds of a program on Flower's simulation, and on its SuperLink and SuperNodes.
 
-`fedpax export --flower` writes an app that calls `server_app` and `client_app`. Neither JAX nor the
-data are imported in the process that Flower starts for each message: it forwards the message to the
-worker of its node.
+The process that Flower starts for each message imports neither JAX nor the data: it forwards the
+message to the worker of its node.
 """
 
 from __future__ import annotations

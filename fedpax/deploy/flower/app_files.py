@@ -216,8 +216,7 @@ def run_flower(
 ) -> list[Any]:
     """Run one round of a program on Flower's nodes by `flwr run`, and return its result.
 
-    It is for results of a few numbers, such as metrics and analytics: they come back in the log of
-    the run, wherever the SuperLink is. The arguments are in the app, which has at most 10 MB.
+    Results of a few numbers come back in the log. The arguments are in the app, of at most 10 MB.
     """
     beside = Path(sys.executable).with_name("flwr")
     command = str(beside) if beside.exists() else shutil.which("flwr")

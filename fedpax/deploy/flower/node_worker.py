@@ -1,7 +1,6 @@
-"""A worker of a node: a process that outlives messages, so that JAX is imported and compiled once.
+"""A worker of a node, which outlives messages, so that JAX is imported and compiled once.
 
-Flower starts a process for each message. That process forwards the message to the worker over a
-socket in a folder of this user alone, and starts the worker if there is none.
+Flower starts a process for each message, which forwards it over a socket of this user alone.
 """
 
 import contextlib

@@ -54,10 +54,7 @@ def is_secure(message: Any) -> bool:
 
 
 def answer_unmasked(packet: Packet, compute: Callable[[Packet], Packet]) -> Packet:
-    """Return a participant's answer to a message that does not belong to SecAgg+.
-
-    The server could ask so for the vector that SecAgg+ masks: this is refused.
-    """
+    """Return a participant's answer to a message outside of SecAgg+, but for what is masked."""
     if "secure_bound" in packet.values:
         return Packet(
             {

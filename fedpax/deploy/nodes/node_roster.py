@@ -12,13 +12,7 @@ from fedpax.errors import ArgumentError
 
 
 class NodeReply(NamedTuple):
-    """What came back for a message.
-
-    Attributes:
-        message: the message that it answers.
-        packet: the answer, or None after an error.
-        error: the error, in the words of the network.
-    """
+    """What came back for a message: a packet, or the error in the words of the network."""
 
     message: str
     packet: Packet | None

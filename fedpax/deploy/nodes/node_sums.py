@@ -1,8 +1,7 @@
 """Secure sums of nodes by fedpax's own protocol: the server learns sums over participants alone.
 
-It is the protocol of sites (`fedpax.secure_sums`), in four exchanges of packets: keys, shares of
-secrets, masked terms, and shares again. Masks are key streams of ChaCha20 with keys of 256 bits.
-Participants believe the server which public key belongs to which of them.
+In four exchanges of packets: keys, shares of secrets, masked terms, and shares again. Participants
+believe the server which public key belongs to which of them.
 """
 
 from __future__ import annotations

@@ -78,10 +78,7 @@ _WAIT_FOR_ALL = Rules()
 class ServerPosition(NamedTuple):
     """Where a run is: what continues it on another server.
 
-    Attributes:
-        round: number of finished rounds.
-        state: the server's state by name.
-        counted: for each participant, the last round that counted it, as `Packet` values name it.
+    `counted` is for each participant the last round that counted it, as `Packet` values name it.
     """
 
     round: int

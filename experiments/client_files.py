@@ -357,8 +357,9 @@ def _held_out(
     is_new[owners[of_clients]] = True
     if is_new.all():
         raise ArgumentError(
-            f"data.heldout_clients={data.heldout_clients} holds out all {len(names)} clients, "
-            "expected some to train on. Set a smaller --data.heldout_clients."
+            f"data.heldout_clients={data.heldout_clients} holds out all "
+            f"{count_of(len(names), 'client')}, expected some to train on. "
+            "Set a smaller --data.heldout_clients."
         )
     heldout = chosen & ~is_new[owners]
     if not heldout.any() and not is_new.any():

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from fedpax.algorithm import LossFn, Params
 from fedpax.algorithms import server_adagrad, server_adam, server_yogi
 from fedpax.checks import CheckedConfig, Count, CountOrZero, Decay, Positive, Probability
+from fedpax.console import count_of
 from fedpax.data import ClientSampler, CohortRounds, Partition, cohort_rounds
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess
 from fedpax.errors import ArgumentError
@@ -105,7 +106,7 @@ class CohortConfig(CheckedConfig):
         if self.sampling_probability is not None:
             each = f"each of all {number} clients with probability {self.sampling_probability:g}"
             return f"cohort.size={self.size}: a round has {each}"
-        return f"cohort.size={self.size}: a round has all {number} clients"
+        return f"cohort.size={self.size}: a round has all {count_of(number, 'client')}"
 
     def rounds(
         self,

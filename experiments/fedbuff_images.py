@@ -14,6 +14,7 @@ from fedpax.algorithms import fedbuff
 from fedpax.checks import CheckedConfig, Count, CountOrZero
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort import CohortStream
+from fedpax.console import count_of
 from fedpax.data import ClientSampler, CohortRounds, Partition
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_methods import method
@@ -95,7 +96,7 @@ class FedBuffImages(FedAvgImages):
         if self.buffer.concurrency > len(population):
             raise ArgumentError(
                 f"buffer.concurrency={self.buffer.concurrency}, but the population has "
-                f"{len(population)} clients, expected at most all of them. Lower "
+                f"{count_of(len(population), 'client')}, expected at most all of them. Lower "
                 "--buffer.concurrency."
             )
         order = buffered_arrivals(

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from fedpax.clients.cohort import Cohort, CohortStream, IslandStream
+from fedpax.console import count_of
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
 from fedpax.deploy.nodes.node import Node, OneParticipant
 from fedpax.errors import ArgumentError
@@ -49,9 +50,9 @@ def experiment_data(
     if isinstance(stream, CohortRounds):
         if node.participant >= stream.num_clients:
             raise ArgumentError(
-                f"The data have {stream.num_clients} clients, and this node is participant "
-                f"{node.participant}. Start fewer nodes, or give them files: --node-config "
-                "'files=\"/data/*.csv\"'."
+                f"The data have {count_of(stream.num_clients, 'client')}, and this node is "
+                f"participant {node.participant}. Start fewer nodes, or give them files: "
+                "--node-config 'files=\"/data/*.csv\"'."
             )
         return stream
     return _Rows(experiment, node.participant)

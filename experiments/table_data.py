@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedpax.aggregators import Aggregator
 from fedpax.checks import Count
+from fedpax.console import count_of
 from fedpax.data.tables import (
     FittedColumn,
     Label,
@@ -253,7 +254,7 @@ def _describe(
         for kind in ("number", "date", "boolean", "category")
     }
     counts = ", ".join(f"{len(columns)} {kind}" for kind, columns in kinds.items() if columns)
-    lines.append(f"{len(features.names)} features of columns: {counts}")
+    lines.append(f"{count_of(len(features.names), 'feature')} of columns: {counts}")
     if left_out := [t for t in treatments if t.kind == "left_out"]:
         lines.append("left out: " + _list(f"{t.name!r} ({t.reason})" for t in left_out))
     if missing := [column for column in features.columns if column.has_missing]:

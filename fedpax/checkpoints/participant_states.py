@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from fedpax.algorithm import State
+from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 
 ParticipantRule: TypeAlias = Literal["average", "copy"]
@@ -142,9 +143,10 @@ def check_resizable(state: State, num_saved: int, num_participants: int) -> None
     """Check that a method allows another number of participants."""
     for reason in _reasons(state):
         raise ArgumentError(
-            f"The checkpoint was saved with {num_saved} participants and the experiment has "
-            f"{num_participants}, expected the same number: {reason}. Set the former number, or "
-            "start a new run from the exported model (`fedpax export`, --model.weights)."
+            f"The checkpoint was saved with {count_of(num_saved, 'participant')} and the "
+            f"experiment has {num_participants}, expected the same number: {reason}. Set the "
+            "former number, or start a new run from the exported model (`fedpax export`, "
+            "--model.weights)."
         )
 
 

@@ -11,7 +11,7 @@ from fedpax.commands.parts.options import (
     allowed_changes,
     parse_run,
 )
-from fedpax.console import print_line
+from fedpax.console import count_of, print_line
 from fedpax.training.experiment import Experiment
 
 if TYPE_CHECKING:  # after JAX_PLATFORMS is set
@@ -75,7 +75,8 @@ def has_rounds_over_sites(experiment: Experiment) -> bool:
 
 
 def _report(result: "SyncerResult", experiment: Experiment, folder: str) -> int:
-    stopped, completed = result.signal, f"{result.rounds} of {experiment.training.rounds} rounds"
+    rounds = count_of(experiment.training.rounds, "round")
+    stopped, completed = result.signal, f"{result.rounds} of {rounds}"
     if stopped is not None:
         print_line(
             f"{stopped.name}: every merge so far is saved in {folder}, {completed}. Run the same "

@@ -19,7 +19,7 @@ from fedpax.commands.parts.devices import (
 from fedpax.commands.parts.file_flags import engine_of
 from fedpax.commands.parts.options import allowed_changes, parse_run
 from fedpax.commands.parts.processes import leave_on_failure, provide_processes
-from fedpax.console import print_line
+from fedpax.console import count_of, print_line
 from fedpax.deploy.batch_training import train_in_batches
 from fedpax.elastic.membership import find_membership
 from fedpax.elastic.supervisor import ElasticOptions, end_with_supervisor, supervise
@@ -99,7 +99,7 @@ def _train_elastically(
 
 def describe(result: TrainingResult, rounds: int, folder: str) -> str:
     """Describe the result of a training run in one sentence."""
-    completed = f"{result.rounds} of {rounds} rounds"
+    completed = f"{result.rounds} of {count_of(rounds, 'round')}"
     if result.signal is not None:
         saved = f"saved {completed} in {folder}" if result.rounds else "stopped before round 1"
         return f"{result.signal.name}: {saved}. Run the same command again to resume."
@@ -111,7 +111,7 @@ def describe(result: TrainingResult, rounds: int, folder: str) -> str:
         )
     if not result.rounds_trained:
         more = result.rounds > rounds
-        held = f"{result.rounds} rounds, more than the {rounds} of the experiment"
+        held = f"{count_of(result.rounds, 'round')}, more than the {rounds} of the experiment"
         return f"Nothing to do: {folder} holds {held if more else f'all {completed}'}."
     loss = (result.evaluation or {}).get("loss", math.nan)
     return f"Finished {completed} in {folder}: held-out loss {loss:.4f}."

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float64, Int64
 from numpy.typing import ArrayLike
 
 from fedpax.checks import check_integers
+from fedpax.console import count_of
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_cast, host_array
 from fedpax.sources.shuffle import hash_key, shuffled_index
@@ -101,9 +102,9 @@ class ClientSampler:
             raise ArgumentError(f"cohort_size is {self.cohort_size}, expected at least 1.")
         if self.cohort_size > self.num_clients:
             raise ArgumentError(
-                f"cohort_size is {self.cohort_size}, but the population has {self.num_clients} "
-                f"clients and sampling is without replacement: take {self.num_clients} or fewer. "
-                "In an experiment, set --cohort.size."
+                f"cohort_size is {self.cohort_size}, but the population has "
+                f"{count_of(self.num_clients, 'client')} and sampling is without replacement: take "
+                f"{self.num_clients} or fewer. In an experiment, set --cohort.size."
             )
         if self.sampling_probability is not None:
             self._check_probability(self.sampling_probability)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from fedpax.console import count_of
 from fedpax.reports.metric_table import markdown_table
 from fedpax.training.client_metrics import ClientMetrics
 
@@ -86,7 +87,7 @@ def format_clients(by_client: ClientMetrics) -> str:
         markdown_table(["client", by_client.unit, *by_client.metrics], clients),
     ]
     if left := len(order) - len(clients):
-        tables.append(f"{left:,} more clients; --json=FILE has all of them.")
+        tables.append(f"{count_of(left, 'more client')}; --json=FILE has all of them.")
     return "\n\n".join(tables[:2]) + "".join(f"\n{text}" for text in tables[2:])
 
 

@@ -8,6 +8,7 @@ import jax
 
 from fedpax.checkpoints.run_position import StreamState
 from fedpax.clients.cohort import Cohort, CohortStream, PackedStream
+from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 from fedpax.parallel.axes import ShardingTree, check_divisible
 from fedpax.primitives.casts import checked_tree
@@ -53,8 +54,9 @@ class Prefetch(AbstractContextManager["Prefetch"]):
             return self._future.result()
         except StopIteration as error:
             raise ArgumentError(
-                f"Run.cohorts ended {self._rounds_left + 1} rounds before training.rounds, "
-                "expected an endless stream. Repeat the data, or lower training.rounds."
+                f"Run.cohorts ended {count_of(self._rounds_left + 1, 'round')} before "
+                "training.rounds, expected an endless stream. Repeat the data, or lower "
+                "training.rounds."
             ) from error
 
     def _submit(self) -> None:

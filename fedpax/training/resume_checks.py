@@ -20,7 +20,7 @@ from fedpax.checkpoints.saved_state import (
     shapes_of_same_clients,
 )
 from fedpax.clients.cohort import CohortStream, fingerprint
-from fedpax.console import print_error
+from fedpax.console import count_of, print_error
 from fedpax.errors import ConfigurationError
 from fedpax.processes.gather import gather_json
 from fedpax.run_files.configuration import (
@@ -280,7 +280,7 @@ def describe_difference(
     ]
     if not lines:
         return None
-    more = [f"  and {len(lines) - 10} more differences"] if len(lines) > 10 else []
+    more = [f"  and {count_of(len(lines) - 10, 'more difference')}"] if len(lines) > 10 else []
     return "\n".join(
         [
             "The processes of the job differ, expected the same in all of them:",

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from fedpax.algorithm import Metrics, Params, State
+from fedpax.console import count_of
 from fedpax.errors import FedpaxError
 from fedpax.parallel.compiler_options import run_once_options
 
@@ -139,7 +140,8 @@ class SpikeHistory:
         count = sum(round_number == to for round_number, _ in self._roll_backs)
         if count >= self._limit:
             raise RepeatedSpikesError(
-                f"{spike}, after {count} roll backs to round {to}, expected at most {self._limit}"
+                f"{spike}, after {count_of(count, 'roll back')} to round {to}, expected at most "
+                f"{self._limit}"
             )
         return {
             "loss": spike.loss,

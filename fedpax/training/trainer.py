@@ -18,6 +18,7 @@ from fedpax.checkpoints.orbax_files import Retention
 from fedpax.checkpoints.participant_states import ParticipantRule, check_rule
 from fedpax.checkpoints.saved_rounds import check_latest_round
 from fedpax.checks import check_integer_fields
+from fedpax.console import count_of
 from fedpax.elastic.membership import Membership
 from fedpax.errors import FedpaxError
 from fedpax.garbage_collection import collect_seldom
@@ -233,7 +234,9 @@ def _open_loop(
         )
     )
     if not first and (line := last_line(folder)) is not None and line["round"]:
-        progress.note(f"no checkpoint of the {line['round']} logged rounds: starting from round 0")
+        progress.note(
+            f"no checkpoint of the {count_of(line['round'], 'logged round')}: starting from round 0"
+        )
     loop = enter(
         RoundLoop(
             job,

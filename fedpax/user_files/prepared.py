@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import ipc
 
+from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 from fedpax.files import read_json
 from fedpax.path_patterns import expand_home
@@ -217,7 +218,7 @@ def _open_shards(folder: Path, about: dict[str, Any]) -> _Part:
 def _check_examples(folder: Path, about: dict[str, Any], table: pa.Table) -> None:
     if about.get("num_examples") != table.num_rows:
         raise ArgumentError(
-            f"The prepared folder {folder} has {table.num_rows} examples, expected "
+            f"The prepared folder {folder} has {count_of(table.num_rows, 'example')}, expected "
             f"{about.get('num_examples')}. {_REMEDY}"
         )
 

@@ -188,3 +188,10 @@ def test_one_has_no_plural(command: Command, tmp_path: Path) -> None:
     assert output.startswith(f"{files}: 1 example of 1 client\n")
     assert "text of 1 distinct value in 1 example " in output
     assert "Wrote 1 example of 1 client to" in command("prepare", files, "--client=ward", out)[1]
+    (tmp_path / "b.csv").write_text("ward,age,outcome\nA,1,0\nA,2,1\nA,3,1\nA,4,0\nA,5,1\n")
+    files = (f"--data.files={tmp_path / 'b.csv'}", "--data.client=ward")
+    words = (*files, "--data.label=outcome", "--training.rounds=1")
+    folder = f"--job_log_dir={tmp_path / 'run'}"
+    _, output, errors = command("train", "--exp=fedavg_table", *words, folder)
+    assert "1 feature of columns" in output + errors and "of 1 round in" in output + errors
+    assert "a round has all 1 client\n" in output + errors

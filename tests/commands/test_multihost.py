@@ -217,7 +217,7 @@ def test_the_slurm_script_trains_its_experiment_on_32_devices(
     done = run("slurm.sh", environment, *SHORT)
     assert done.returncode == 0, done.stderr
     assert "on 32 cpu devices, mesh islands=4, fsdp=4, tensor=2" in done.stderr
-    assert done.stdout.count("Finished 1 of 1 rounds") == 1
+    assert done.stdout.count("Finished 1 of 1 round ") == 1
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from fedpax.user_files.readers import csv_files
         (
             {"a.csv": "x,y\n1,2\n3\n"},
             {},
-            r"a.csv cannot be read as csv: its row 3 has 1 columns, expected 2 .*'3'. Correct it",
+            r"a.csv cannot be read as csv: its row 3 has 1 column, expected 2 .*'3'. Correct it",
         ),
         ({"a.csv": "x,y\n"}, {}, r"has no examples"),
         ({"a.csv": "x;y\n1;2,5\n"}, {}, r"one column, 'x;y'.*Set delimiter=';'"),

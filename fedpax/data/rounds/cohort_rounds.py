@@ -6,6 +6,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.console import count_of
 from fedpax.data.rounds.cohort_stream import (
     MOSTLY_PADDING,
     CohortRounds,
@@ -223,8 +224,8 @@ def _check_clients(population: Partition, sampler: ClientSampler, num_devices: i
     check_sized(population, "population")
     if len(population) != sampler.num_clients:
         raise ArgumentError(
-            f"population has {len(population)} clients, but the sampler has {sampler.num_clients}: "
-            f"make ClientSampler with num_clients={len(population)}."
+            f"population has {count_of(len(population), 'client')}, but the sampler has "
+            f"{sampler.num_clients}: make ClientSampler with num_clients={len(population)}."
         )
     if sampler.cohort_size % num_devices:
         divisible = sampler.cohort_size - sampler.cohort_size % num_devices or num_devices

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float32, Float64, Int
 
 from fedpax.aggregators import Aggregator
+from fedpax.console import count_of
 from fedpax.data.tables.fitted_column import (
     CategoryValues,
     FittedColumn,
@@ -114,7 +115,7 @@ def describe_filled(counts: Mapping[FittedColumn, int]) -> str:
         f"{count:,} of {column.treatment.name!r} become {column.fill}"
         for column, count in list(counts.items())[:10]
     ]
-    shown += [f"and those of {len(counts) - 10} more columns"] * (len(counts) > 10)
+    shown += [f"and those of {count_of(len(counts) - 10, 'more column')}"] * (len(counts) > 10)
     return "missing values, of which training has none: " + ", ".join(shown) if counts else ""
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int
 from numpy.typing import NDArray
 
+from fedpax.console import count_of
 from fedpax.data.tables.treatments import Treatment, count_distinct
 from fedpax.data.tables.values import (
     TextValues,
@@ -131,9 +132,9 @@ def bounded_numbers(treatment: Treatment, column: Any) -> Float64[np.ndarray, " 
         first = int(np.argmax(too_large))
         raise ArgumentError(
             f"The column {treatment.name!r} is {values[first]:g} in example {first}, and too large "
-            f"in {int(too_large.sum()):,} examples, expected numbers of at most {LARGEST:g}. "
-            f"Correct them, or state a range: --data.columns '{treatment.name}={treatment.kind}"
-            "(LOW..HIGH)'."
+            f"in {count_of(int(too_large.sum()), 'example')}, expected numbers of at most "
+            f"{LARGEST:g}. Correct them, or state a range: --data.columns "
+            f"'{treatment.name}={treatment.kind}(LOW..HIGH)'."
         )
     return values
 

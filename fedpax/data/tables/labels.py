@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from jaxtyping import Bool, Num
 
+from fedpax.console import count_of
 from fedpax.data.tables.treatments import (
     Treatment,
     count_distinct,
@@ -168,7 +169,7 @@ def infer_label(
         classes = tuple(sorted(texts, key=_order if is_number(dtype) else str))
     if len(classes) < min_classes:
         raise ArgumentError(
-            f"The label {name!r} has {len(classes)} distinct values, expected at least "
+            f"The label {name!r} has {count_of(len(classes), 'distinct value')}, expected at least "
             f"{min_classes} classes. Choose another --data.label, or add the files of the clients "
             "that have other classes."
         )

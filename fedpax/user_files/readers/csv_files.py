@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import csv
 
+from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import BadRows, ReadOptions, TypeChangedError, describe_contents
@@ -222,7 +223,8 @@ def rows_explained(file: DataFile, delimiter: str) -> Iterator[None]:
 def _explain_row(file: DataFile, delimiter: str, match: re.Match[str]) -> str:
     row, expected, got = int(match[1]), int(match[2]), int(match[3])
     first_line = match[4].split("\n")[0].rstrip("\r")
-    text = f"its row {row} has {got} columns, expected {expected} as in its first line: "
+    columns = count_of(got, "column")
+    text = f"its row {row} has {columns}, expected {expected} as in its first line: "
     if '"' in first_line and "\n" in match[4].strip():
         return (
             f"{text}{first_line!r} opens a quote that its line does not close. Close it, or write "
@@ -236,8 +238,8 @@ def _explain_row(file: DataFile, delimiter: str, match: re.Match[str]) -> str:
         if place and below.count(delimiter) == first_line.count(delimiter):
             return (
                 f"its line 1, {lines[0][:80]!r}, is read as the names of the columns, "
-                f"{expected} in all, and its line {place + 1}, {first_line[:80]!r}, has {got} "
-                "columns. If line 1 is a title or a comment, remove the lines above the names, "
+                f"{expected} in all, and its line {place + 1}, {first_line[:80]!r}, has "
+                f"{columns}. If line 1 is a title or a comment, remove the lines above the names, "
                 f"such as by `tail -n +{place + 1} {file.path} > new.csv`; else correct the row"
             )
     return (

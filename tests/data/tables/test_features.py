@@ -169,7 +169,7 @@ def test_the_rule_of_labels(values, task, classes):
 
 
 def test_labels_that_cannot_be_predicted_raise():
-    with pytest.raises(ValueError, match=r"has 1 distinct values, expected at least 2 classes"):
+    with pytest.raises(ValueError, match=r"has 1 distinct value, expected at least 2 classes"):
         infer_label("y", ["a", "a"])
     with pytest.raises(ValueError, match=r"expected numbers for --data.task=regression"):
         infer_label("y", ["a", "b"], "regression")

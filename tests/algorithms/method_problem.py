@@ -31,11 +31,12 @@ def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
     params = jax.tree.map(gather, params)
     hidden = jnp.tanh(batch["x"] @ params["kernel"] + params["bias"])
     logits = params["scale"] * (hidden @ params["out"])
+    log_odds = jax.nn.log_softmax(logits)
     label = jax.nn.one_hot(batch["label"], CLASSES, dtype=logits.dtype)
-    loss = -jnp.mean(jnp.sum(label * jax.nn.log_softmax(logits), axis=-1))
-    return loss, {
-        "confidence": jnp.mean(jnp.max(jax.nn.softmax(logits), axis=-1)),
-        "correct": jnp.sum(jnp.argmax(logits, axis=-1) == batch["label"]),
+    chosen, largest = jnp.sum(label * log_odds, axis=-1), jnp.max(log_odds, axis=-1)
+    return -jnp.mean(chosen), {
+        "confidence": jnp.mean(jnp.exp(largest)),
+        "correct": jnp.sum(chosen == largest),
     }
 
 

@@ -1,5 +1,6 @@
 """Every method and aggregator in stages equals its round, also without some participants."""
 
+import functools
 import sys
 
 import jax
@@ -87,6 +88,14 @@ def build(name):
     return METHODS[name]()
 
 
+@functools.cache
+def divided(name):
+    """Return the initial state, the compiled round and its stages, once for all who are present."""
+    method = build(name)
+    state = start(name, method)
+    return state, jax.jit(method.round), fedpax.stages(method.round, state, cohort(0))
+
+
 @pytest.mark.parametrize("present", PRESENT)
 @pytest.mark.parametrize(
     "name",
@@ -103,9 +112,8 @@ def test_stages_equal_the_round(name, present, monkeypatch):
         monkeypatch.setattr(Stages, "draw_noise", no_noise)
     if present != "all" and name in DELAYED:
         pytest.skip("an absent island's gradient of the round before counts in the round")
-    method, answer = build(name), PRESENT[present]
-    step, state = jax.jit(method.round), start(name, method)
-    stages = fedpax.stages(method.round, state, cohort(0))
+    answer = PRESENT[present]
+    state, step, stages = divided(name)
     staged = state
     for r in range(ROUNDS):
         state, metrics = step(state, cohort(r, answer))
@@ -160,6 +168,15 @@ def rows_of(tree, present):
     return jax.tree.map(lambda x: x[np.array(present)] if jnp.shape(x)[:1] == (N,) else x, tree)
 
 
+@functools.cache
+def divided_other(name):
+    """Return the initial state, cohorts, the compiled round and its stages, as `divided` does."""
+    algorithm, state, cohorts = other_method(name)
+    cohorts = [with_weights(each, range(N)) for each in cohorts]
+    stages = fedpax.stages(algorithm.round, state, cohorts[0])
+    return state, cohorts, jax.jit(algorithm.round), stages
+
+
 @pytest.mark.parametrize("present", PRESENT)
 @pytest.mark.parametrize(
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in OTHERS]
@@ -168,11 +185,10 @@ def test_stages_of_other_methods_equal_the_round(name, present):
     answer = PRESENT[present]
     if present != "all" and name in EXCHANGED:
         pytest.skip("in the compiled round, all islands have partners: tested in test_papa")
-    algorithm, state, cohorts = other_method(name)
-    cohorts = [with_weights(each, range(N)) for each in cohorts]
-    stages = fedpax.stages(algorithm.round, state, cohorts[0])
+    state, cohorts, step, stages = divided_other(name)
     is_smaller = present != "all" and name in POPULATIONS
-    step = jax.jit((METHOD_TABLE[name].algorithm(len(answer)) if is_smaller else algorithm).round)
+    if is_smaller:
+        step = jax.jit(METHOD_TABLE[name].algorithm(len(answer)).round)
     staged = state
     for each in cohorts:
         before = staged
@@ -189,10 +205,10 @@ def test_stages_of_other_methods_equal_the_round(name, present):
                 np.testing.assert_array_equal(np.asarray(old)[absent], np.asarray(new)[absent])
 
 
-@pytest.mark.parametrize("present", PRESENT)
-@pytest.mark.parametrize("name", ["fedavg", pytest.param("scaffold II", marks=pytest.mark.slow)])
-def test_the_gradient_of_a_round_equals_that_of_the_stages(name, present):
-    method, answer = METHODS[name](), PRESENT[present]
+@functools.cache
+def divided_gradient(name):
+    """Return the initial state, the compiled gradient of a round and its stages."""
+    method = METHODS[name]()
     state = start(name, method)
 
     def loss(params, state, cohort):
@@ -201,5 +217,13 @@ def test_the_gradient_of_a_round_equals_that_of_the_stages(name, present):
 
     gradient = jax.grad(loss)
     stages = fedpax.stages(gradient, state.params, state, cohort(0))
+    return state, jax.jit(gradient), stages
+
+
+@pytest.mark.parametrize("present", PRESENT)
+@pytest.mark.parametrize("name", ["fedavg", pytest.param("scaffold II", marks=pytest.mark.slow)])
+def test_the_gradient_of_a_round_equals_that_of_the_stages(name, present):
+    answer = PRESENT[present]
+    state, gradient, stages = divided_gradient(name)
     result = run_local(stages, state.params, state, cohort(0), participants=answer)
-    assert_agree(result, jax.jit(gradient)(state.params, state, cohort(0, answer)), answer)
+    assert_agree(result, gradient(state.params, state, cohort(0, answer)), answer)

@@ -1,8 +1,10 @@
 """Exported stages run without fedpax, and equal the stages; bad folders are told in a sentence."""
 
 import datetime
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,12 +103,30 @@ def run_artifact(artifact, arguments, own, participants):
         reply = terms, shown, participants
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Return a function that exports a program once: arguments, stages, artifact and folder."""
+
+    @functools.cache
+    def export(name):
+        program, *args = CALLS[name]()
+        stages = fedpax.stages(program, *args)
+        folder = tmp_path_factory.mktemp("exported") / "round"
+        return args, stages, export_stages(stages, folder), folder
+
+    return export
+
+
+@pytest.fixture
+def small(exported, tmp_path):
+    """Return the folder of a copy, so that a test can spoil it."""
+    return Path(shutil.copytree(exported("FedAvg")[3], tmp_path / "round"))
+
+
 @pytest.mark.parametrize("participants", [[0, 1, 2, 3], [1, 3], []], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_exported_stages_equal_the_stages(name, participants, tmp_path):
-    program, *args = CALLS[name]()
-    stages = fedpax.stages(program, *args)
-    artifact = export_stages(stages, tmp_path / "round")
+def test_exported_stages_equal_the_stages(name, participants, exported):
+    args, stages, artifact, _ = exported(name)
     leaves = jax.tree.leaves_with_path(tuple(args))
     named = dict(zip(stages.argument_names, (leaf for _, leaf in leaves), strict=True))
     arguments = {n: jnp.asarray(named[n]) for n in artifact.manifest["arguments"]}
@@ -131,9 +151,8 @@ def test_exported_stages_equal_the_stages(name, participants, tmp_path):
                     assert key.endswith("count") or not np.allclose(new, rows[i])
 
 
-def test_a_server_whose_values_are_kept_between_its_parts():
-    program, *args = CALLS["three stages"]()
-    stages = fedpax.stages(program, *args)
+def test_a_server_whose_values_are_kept_between_its_parts(exported):
+    args, stages, *_ = exported("three stages")
     artifact = Artifact(*pack_stages(stages, portable=False))
     states = stages.own(*args)
     own = [{k: rows[i] for k, rows in states.items()} for i in range(N)]
@@ -166,15 +185,15 @@ def export_small(folder, **options):
     return export_stages(fedpax.stages(program, *args), folder, **options)
 
 
-def test_a_client_needs_jax_and_numpy_alone(tmp_path):
-    artifact = export_small(tmp_path / "round")
+def test_a_client_needs_jax_and_numpy_alone(small):
+    artifact = load(small)
     program = f"""
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("runtime", {runtime.__file__!r})
 runtime = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(runtime)
 import numpy as np
-artifact = runtime.load({str(tmp_path / "round")!r})
+artifact = runtime.load({str(small)!r})
 own = {{v["name"]: np.ones(v["shape"], v["dtype"]) for v in artifact.manifest["stages"][0]["own"]}}
 shared = [np.ones(v["shape"], v["dtype"]) for v in artifact.manifest["stages"][0]["shared"]]
 terms, shown, kept = artifact.client(0)(0, shared, (), own)
@@ -188,14 +207,11 @@ print(artifact.program)
     assert completed.stdout.split() == [artifact.program]
 
 
-def test_the_same_program_has_the_same_hash(tmp_path):
-    first = export_small(tmp_path / "first")
+def test_the_same_program_has_the_same_hash(exported, tmp_path):
+    first = exported("FedAvg")[2]
     # From another place in the source, on another day.
     second = export_small(tmp_path / "second", not_after=datetime.date(2100, 1, 1))
-    assert first.program == second.program
-    program, *args = CALLS["DiLoCo"]()
-    other = export_stages(fedpax.stages(program, *args), tmp_path / "other")
-    assert other.program != first.program
+    assert first.program == second.program != exported("DiLoCo")[2].program
 
 
 def test_the_client_of_a_small_network_is_small(tmp_path):
@@ -267,11 +283,10 @@ def damage(folder: Path) -> None:
         ),
     ],
 )
-def test_bad_folders_are_told_in_a_sentence(spoil, message, tmp_path):
-    export_small(tmp_path / "round")
-    spoil(tmp_path / "round")
+def test_bad_folders_are_told_in_a_sentence(spoil, message, small):
+    spoil(small)
     with pytest.raises(ArtifactError, match=message):
-        load(tmp_path / "round")
+        load(small)
 
 
 @pytest.mark.parametrize(
@@ -287,19 +302,18 @@ def test_bad_folders_are_told_in_a_sentence(spoil, message, tmp_path):
     ],
     ids=str,
 )
-def test_a_malformed_manifest_with_its_sha256_is_told(changes, tmp_path):
-    export_small(tmp_path / "round")
-    change_manifest(tmp_path / "round", **changes)
+def test_a_malformed_manifest_with_its_sha256_is_told(changes, small):
+    change_manifest(small, **changes)
     with pytest.raises(ArtifactError, match=r"manifest.json is malformed .* Export again"):
-        inspect_round(tmp_path / "round")
+        inspect_round(small)
 
 
 @pytest.mark.parametrize(
     ("participants", "message"),
     [([0, 4], "counts participant 4, expected numbers from 0 to 3"), ([1, 1], "twice")],
 )
-def test_replies_of_wrong_participants_are_told(participants, message, tmp_path):
-    artifact = export_small(tmp_path / "round")
+def test_replies_of_wrong_participants_are_told(participants, message, exported):
+    artifact = exported("FedAvg")[2]
     server = artifact.run({"state.params['b']": jnp.zeros(()), "state.params['w']": jnp.ones(3)})
     next(server)
     with pytest.raises(ArtifactError, match=message):

@@ -26,18 +26,8 @@ def experiment_data(
 ) -> CohortRounds | Callable[[int], Cohort]:
     """Return the data of a participant of an experiment, for `fedpax.deploy.nodes.node.LoadData`.
 
-    Participant k has client k of the experiment's data. If the node's settings name `files`, all
-    their training examples belong to this participant: `flower-supernode --node-config
-    'partition-id=0 files="/data/*.csv"'`. It has the batches that a run in one process has.
-
-    Args:
-        folder: a folder with `config.json`, and for tables `table.json`, as a run has them.
-        node: the participant.
-        experiment: the experiment, if its code does not come with fedpax. Default None: the
-            experiment of `config.json`.
-
-    Raises:
-        ArgumentError: there is no such client, or the experiment reads no files.
+    Participant k has client k of the data of `folder`. If the node's settings name `files`, all
+    their training examples belong to this participant: `--node-config 'files="/data/*.csv"'`.
     """
     if experiment is None:
         experiment = _saved_experiment(str(folder))
@@ -59,18 +49,7 @@ def experiment_data(
 
 
 def heldout_data(folder: str | Path, node: Node) -> Callable[[int], Cohort]:
-    """Return the held-out examples of a participant, for `fedpax.deploy.nodes.node.LoadData`.
-
-    They belong to client k of the experiment's data, or to the node's own `files`, as for
-    `experiment_data`.
-
-    Args:
-        folder: a folder with `config.json` and `table.json`.
-        node: the participant.
-
-    Raises:
-        ArgumentError: there is no such client, or its examples do not fit the exported batches.
-    """
+    """Return the held-out examples of a participant, of its client or its own `files`."""
     experiment = _saved_experiment(str(folder))
     assert isinstance(experiment, FedAvgFiles)
     files = node.config.get("files")

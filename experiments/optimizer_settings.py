@@ -180,18 +180,6 @@ def stable_decay(
         eta(t) = final + (peak - final) (1 - sqrt((t - S) / D))              S <= t < S + D
         eta(t) = final                                                       S + D <= t.
 
-    No step of the stable phase depends on the length of the run, so a run can be extended while it
-    is in this phase. MiniCPM leaves the form of the decay open, and uses an exponential; this is
-    the form that Hägele et al. found best, "1-sqrt".
-
-    Returns:
-        The learning rate as a function of the number of steps so far.
-
-    Example:
-        >>> rate = stable_decay(1.0, 0.1, stable_steps=6, decay_steps=4)
-        >>> [round(float(rate(t)), 3) for t in (0, 6, 7, 9, 10)]
-        [1.0, 1.0, 0.55, 0.221, 0.1]
-
     Reference:
         Hu et al., MiniCPM, arXiv:2404.06395, section 4 (WSD). Hägele et al., Scaling Laws and
         Compute-Optimal Training Beyond Fixed Training Durations, arXiv:2405.18392, section 3
@@ -212,24 +200,9 @@ def warm_restarts(
 ) -> optax.Schedule:
     """Make a schedule of cosine cycles, each from the peak and longer than the one before (SGDR).
 
-    Cycle i has T_i = T_0 f^i steps. With T_cur steps since its start:
+    Cycle i has T_i = T_0 f^i steps, with T_0 = `first_cycle`. With T_cur steps since its start:
 
         eta = final + (peak - final) (1 + cos(pi T_cur / T_i)) / 2.
-
-    Args:
-        peak: learning rate at the start of each cycle.
-        final: learning rate that a cycle approaches at its end.
-        num_steps: steps of the schedule, at least 1; the last cycle can be incomplete.
-        first_cycle: T_0, steps of the first cycle, at least 1.
-        factor: f, T_mult in the paper, at least 1: with 1 all cycles have the same length.
-
-    Returns:
-        The learning rate as a function of the number of steps so far.
-
-    Example:
-        >>> rate = warm_restarts(1.0, 0.0, num_steps=28, first_cycle=4)  # cycles of 4, 8, 16
-        >>> [round(float(rate(t)), 3) for t in (0, 2, 4, 8, 12, 20)]
-        [1.0, 0.5, 1.0, 0.5, 1.0, 0.5]
 
     Reference:
         Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts,

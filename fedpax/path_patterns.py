@@ -74,12 +74,7 @@ def split_names(text: str) -> list[str]:
 
 
 def split_treatments(text: str) -> list[str]:
-    r"""Split a list of treatments at its commas, but for commas in a name or in parentheses.
-
-    Example:
-        >>> split_treatments("age=number,größe, cm=number:error,kind=category(a,b|c)")
-        ['age=number', 'größe, cm=number:error', 'kind=category(a,b|c)']
-    """
+    """Split a list of treatments at its commas, but for commas in a name or in parentheses."""
     whole = r"[^=]+=\w+(?:\(.*\))?(?::\w+)?"
     treatments = list[str]()
     for part in split_names(text):

@@ -2,7 +2,13 @@
 
 from pathlib import Path
 
-from fedpax.path_patterns import escape_commas, expand_home, split_list, split_names
+from fedpax.path_patterns import (
+    escape_commas,
+    expand_home,
+    split_list,
+    split_names,
+    split_treatments,
+)
 
 
 def test_a_list_is_split_at_commas_but_for_those_of_names() -> None:
@@ -13,3 +19,9 @@ def test_a_list_is_split_at_commas_but_for_those_of_names() -> None:
 
 def test_the_home_folder_is_expanded() -> None:
     assert expand_home("~/data") == Path.home() / "data"
+
+
+def test_treatments_are_split_at_commas_but_for_those_in_parentheses() -> None:
+    text = "age=number,größe, cm=number:error,kind=category(a,b|c)"
+    treatments = ["age=number", "größe, cm=number:error", "kind=category(a,b|c)"]
+    assert split_treatments(text) == treatments

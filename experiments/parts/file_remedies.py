@@ -25,15 +25,7 @@ _OF_COMMANDS = re.compile(r" \(--types[ =][^)]*\)")
 
 
 def with_flags(text: str, prefix: str = "--data.") -> str:
-    """Return an error of `fedpax.data.load` whose remedies are flags.
-
-    Example:
-        >>> error = "Give optional_columns=['my dose'], or set types={'zip': 'string'}."
-        >>> with_flags(error)
-        "Give --data.optional_columns 'my dose', or set --data.types zip=string."
-        >>> with_flags(error, "--")
-        "Give --optional_columns='my dose', or set --types=zip=string."
-    """
+    """Return an error of `fedpax.data.load` whose remedies are flags."""
     if prefix == "--":
         text = _OF_COMMANDS.sub("", text)
         text = re.sub(rf"(?<![\w.-])(columns)=({_VALUE})", lambda m: _as_flag(m, prefix), text)

@@ -46,13 +46,8 @@ class _Clients(NamedTuple):
 class OwnExamples:
     """All clients in parts of similar sizes: a small client is not padded to the largest.
 
-    Args:
-        rounds: rounds of the clients, of which round 0 is read.
-        heldout: the indices of each client's held-out examples.
-        read: reads held-out examples.
-        model: the shapes of a client's own model; the models of a part are in memory together.
-        multiple: a part has a multiple of this number of clients, absent ones included.
-        with_batches: whether to read training batches. Default True; False: held-out examples.
+    Round 0 of `rounds` is read. The `model`s of a part are in memory together. A part has a
+    multiple of `multiple` clients, absent ones included.
     """
 
     def __init__(

@@ -111,24 +111,6 @@ def documented_by(*functions: Callable[..., Any]) -> Callable[[Class], Class]:
 
     A field without a text in the docstring of its class has the text of the first function with an
     argument of this name. A default of the function that the field does not have is left out.
-
-    Example:
-        >>> def train(rate=0.5):
-        ...     '''Train.
-        ...
-        ...     Args:
-        ...         rate: the learning rate. Default 0.5.
-        ...     '''
-        >>> @documented_by(train)
-        ... class Config:
-        ...     '''How to train.'''
-        ...
-        ...     rate: float = 0.1
-        >>> print(Config.__doc__)
-        How to train.
-        <BLANKLINE>
-        Attributes:
-            rate: the learning rate.
     """
 
     def document(class_: Class) -> Class:

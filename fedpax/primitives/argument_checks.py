@@ -38,20 +38,7 @@ SYNONYMS = {
 
 
 def explain_unknown_arguments(names: Iterable[str], namespace: MutableMapping[str, Any]) -> None:
-    """Replace functions of a module by the same ones with messages that name their arguments.
-
-    A call with an argument that a function does not take, or with too many by position, raises a
-    `TypeError` that lists those which it takes, and the nearest one.
-
-    Example:
-        >>> def mean_of(values, *, client_optimizer, cohort_size): ...
-        >>> module = {"mean_of": mean_of}
-        >>> explain_unknown_arguments(module, module)
-        >>> module["mean_of"]([1.0], learning_rate=0.1)
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentTypeError: mean_of() takes no argument learning_rate, expected ...
-    """
+    """Make functions of a module list their arguments, and the nearest one, for unknown ones."""
     for name in names:
         if inspect.isfunction(namespace[name]):
             namespace[name] = _explaining(namespace[name])

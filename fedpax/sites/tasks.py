@@ -34,11 +34,9 @@ class Task(NamedTuple):
 
     Attributes:
         token: names the task; the stages of a round have one token.
-        header: fields for all sites, with `"task"` and `"stage"`.
-        packet: arrays for all sites.
         own: for each site that is asked, its fields and arrays.
-        expected: shape and dtype of each array of a reply, as `{name: array type}`; a shape's first
-            None stands for the number of the site's clients in this task.
+        expected: the types of a reply's arrays; a shape's first None is the number of the site's
+            clients in this task.
         coded: the same for a site that sends encoded words: one whose fields have `"coded"`.
         weights: for each array that is a sum of weights, the most that a client weighs.
         weighted: arrays that are divided by the weights.

@@ -22,6 +22,7 @@ from fedpax.aggregators import (
 from fedpax.algorithms import diloco, eager_diloco, fedavg, streaming_diloco
 from fedpax.algorithms.parts.decoupled_parts import decoupled_diloco_parts
 from fedpax.algorithms.parts.inner_steps import frozen_leaves
+from fedpax.algorithms.parts.local_steps import optimizer_step
 from fedpax.islands.syncer.outer_model import Contribution, OuterModel
 
 N = 4
@@ -195,3 +196,10 @@ def test_a_syncer_moves_no_frozen_parameter():
     new, _ = model.merge(0, [Contribution(0, gradient, 1.0), Contribution(1, gradient, 1.0)])
     np.testing.assert_array_equal(new.params["body"], PARAMS["body"])
     assert np.abs(new.params["head"]).min() > 0
+
+
+def test_a_float32_setting_keeps_the_dtype_of_a_state() -> None:
+    descent = optax.sgd(jnp.float32(0.5), momentum=jnp.float32(0.75))
+    x = jnp.bfloat16(3.0)
+    x, state = optimizer_step(descent, jnp.bfloat16(2.0), descent.init(x), x)
+    assert (x.item(), jax.tree.leaves(state)[0].dtype) == (2.0, jnp.bfloat16)

@@ -23,6 +23,7 @@ from fedpax.experiments.client_methods import ClientTraining, MethodConfig, meth
 from fedpax.experiments.decoupled_diloco_text import DecoupledConfig
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.fedavg_images import fedavg_digits
+from fedpax.experiments.parts.settings import documented_by
 from fedpax.experiments.streaming_diloco_text import StreamingConfig
 from fedpax.run_files.configuration import (
     from_json,
@@ -251,3 +252,20 @@ def test_every_field_has_a_text_and_every_choice_its_defaults(base) -> None:
         for field in dataclasses.fields(chosen):
             assert f"    {field.name}: " in inspect.getdoc(chosen)
         assert chosen() == base.of(base.functions()[name])()
+
+
+def test_fields_have_the_texts_of_the_arguments_that_they_set() -> None:
+    def train(rate: float = 0.5) -> None:
+        """Train.
+
+        Args:
+            rate: the learning rate. Default 0.5.
+        """
+
+    @documented_by(train)
+    class Config:
+        """How to train."""
+
+        rate: float = 0.1
+
+    assert Config.__doc__ == "How to train.\n\nAttributes:\n    rate: the learning rate."

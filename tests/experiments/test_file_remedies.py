@@ -17,3 +17,13 @@ def test_the_held_out_share_is_named_by_its_flag() -> None:
     text = "The split 'heldout' has no examples with heldout_fraction=0.1. Set another fraction."
     assert "with --data.heldout_fraction=0.1." in with_flags(text)
     assert "with --heldout_fraction=0.1." in with_flags(text, "--")
+
+
+def test_arguments_of_remedies_are_flags() -> None:
+    error = "Give optional_columns=['my dose'], or set types={'zip': 'string'}."
+    assert with_flags(error) == (
+        "Give --data.optional_columns 'my dose', or set --data.types zip=string."
+    )
+    assert (
+        with_flags(error, "--") == "Give --optional_columns='my dose', or set --types=zip=string."
+    )

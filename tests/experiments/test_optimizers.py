@@ -10,7 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from fedpax.experiments.optimizer_settings import OptimizerConfig, muon_dimension_numbers
+from fedpax.experiments.optimizer_settings import (
+    OptimizerConfig,
+    muon_dimension_numbers,
+    stable_decay,
+    warm_restarts,
+)
 from fedpax.models.transformer import TransformerConfig, transformer
 
 NAMES = typing.get_args(typing.get_type_hints(OptimizerConfig)["name"])
@@ -162,3 +167,11 @@ def test_muon_orthogonalizes_matrices_alone() -> None:
 def test_muon_without_logical_axes_raises() -> None:
     with pytest.raises(ValueError, match=r"Pass logical_axes=model\.logical_axes"):
         OptimizerConfig(name="muon").make(10)
+
+
+def test_schedules_of_one_decay_and_of_cycles() -> None:
+    rate = stable_decay(1.0, 0.1, stable_steps=6, decay_steps=4)
+    assert [round(float(rate(t)), 3) for t in (0, 6, 7, 9, 10)] == [1.0, 1.0, 0.55, 0.221, 0.1]
+    rate = warm_restarts(1.0, 0.0, num_steps=28, first_cycle=4)  # cycles of 4, 8, 16
+    rates = [round(float(rate(t)), 3) for t in (0, 2, 4, 8, 12, 20)]
+    assert rates == [1.0, 0.5, 1.0, 0.5, 1.0, 0.5]

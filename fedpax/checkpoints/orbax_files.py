@@ -20,7 +20,7 @@ from etils import epath
 
 from fedpax.checkpoints.object_store import is_object_store
 from fedpax.errors import ConfigurationError
-from fedpax.run_files.paths import complete_rounds
+from fedpax.run_files.paths import complete_rounds, is_remote
 
 SMALL = 2**20  # bytes of an array that one device writes alone
 
@@ -88,6 +88,24 @@ def open_to_read(folder: Path, options: "ocp.CheckpointManagerOptions") -> "ocp.
         except FileNotFoundError:
             time.sleep(0.1)
     return open_checkpoints(folder, options=options, item_handlers=handlers)
+
+
+def open_array(folder: Path, path: Sequence[str]) -> Any:
+    """Open an array of a saved tree as a `tensorstore.TensorStore`, to read a part of it."""
+    import tensorstore as ts
+
+    # Orbax's layout of PyTrees: https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html
+    url = str(folder)
+    bucket, _, prefix = url.partition("://")[2].partition("/")
+    base = (
+        {"driver": "gcs", "bucket": bucket, "path": f"{prefix}/"}
+        if is_remote(folder)
+        else {"driver": "file", "path": f"{url}/"}
+    )
+    name = ".".join(path)
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
+    return ts.open(spec, open=True, read=True).result()
 
 
 def wait_for_writers() -> None:

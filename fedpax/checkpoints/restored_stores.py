@@ -1,16 +1,25 @@
-"""Client stores of a checkpoint that has only some of their rows, read with its ancestors."""
+"""Client stores of a checkpoint, read with those that have the rest of their rows."""
 
+import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Int64
 
-from fedpax.checkpoints.orbax_files import ocp, open_to_read
+from fedpax.checkpoints import row_changes
+from fedpax.checkpoints.orbax_files import ocp, open_array, open_to_read
 from fedpax.checkpoints.row_changes import Parent, StorePath, rows_of_one_checkpoint, stores_of
-from fedpax.clients.row_blocks import row_blocks, write_rows
+from fedpax.clients.row_blocks import RowBlocks, on_devices_of, row_blocks, write_rows
+
+RANGE_BYTES = 1 << 27
+"""The bytes of rows that are read at once, if a chunk of them is not larger."""
 
 Lineage = Sequence[tuple[int, Parent | None]]
 
@@ -28,27 +37,100 @@ def restore_stores(folder: Path, ancestors: Lineage, like: Any) -> RestoredStore
     stores = stores_of(like)
     if not stores:
         return RestoredStores({}, {})
-    leaves = _restore_all_rows(folder, ancestors[0][0], stores)
+    step = ancestors[0][0]
+    layouts = _blocks_of_large(stores)
+    leaves = _restore_all_rows(
+        folder, step, {path: store for path, store in stores.items() if path not in layouts}
+    )
+    for path, blocks in layouts.items():
+        leaves[path] = _read_in_ranges(folder / str(step) / "state", path, stores[path], blocks)
     newest = rows_of_one_checkpoint(like)
     for parent, stores_rows in _changed_rows(folder, ancestors):
         for path, changed in stores_rows.items():
             names = ocp.tree.to_flat_dict({"": stores[path].rows})
             values = [changed.rows[name] for name in names]
-            blocks = row_blocks(leaves[path])
-            if blocks is None:  # such as pinned memory of the host
-                leaves[path] = _write_on_host(leaves[path], changed.ids, values)
+            # The padding of another number of devices has no place here.
+            ids = np.where(changed.ids < len(newest[path]), changed.ids, -1)
+            layout = row_blocks(leaves[path])
+            if layout is None:  # such as pinned memory of the host
+                leaves[path] = _write_on_host(leaves[path], ids, values)
             else:
-                leaves[path] = write_rows(leaves[path], blocks, changed.ids, values)
-            newest[path][changed.ids[changed.ids >= 0]] = parent.position
+                leaves[path] = write_rows(leaves[path], layout, ids, values)
+            newest[path][ids[ids >= 0]] = parent.position
     for path, store in stores.items():
         shardings = [leaf.sharding for leaf in jax.tree.leaves(store)]
         leaves[path] = jax.device_put(leaves[path], shardings)  # equal ones, written as in `like`
     return RestoredStores(leaves, newest)
 
 
+def _blocks_of_large(stores: Mapping[StorePath, Any]) -> dict[StorePath, RowBlocks]:
+    """Return the layout of each store that is restored in ranges of rows."""
+    found = {}
+    for path, store in stores.items():
+        leaves = jax.tree.leaves(store)
+        is_extended = any(jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in leaves)
+        size = 0 if is_extended else sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        if size > row_changes.SMALL_STORES and (layout := row_blocks(leaves)) is not None:
+            found[path] = layout
+    return found
+
+
+def _read_in_ranges(
+    folder: Path, path: StorePath, store: Any, blocks: RowBlocks
+) -> list[jax.Array]:
+    """Restore a store in ranges of rows: whole, the host would have it beside the devices' rows."""
+    restored = []
+    named = ocp.tree.to_flat_dict({"rows": store.rows}).items()
+    for (name, leaf), spec in zip(named, blocks.specs, strict=True):
+        saved = open_array(folder, (*path, *name))
+        sharding = NamedSharding(blocks.mesh, spec)
+        count = _rows_at_once(saved, blocks)
+        rows = jax.jit(
+            functools.partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=sharding
+        )()
+        shape = (blocks.num_blocks * count, *leaf.shape[1:])
+        for start in range(0, blocks.block_rows, count):
+            first = min(start, blocks.block_rows - count)  # the last range repeats rows
+            read = functools.partial(_read_rows, saved, blocks, first, count, leaf.dtype)
+            new = jax.make_array_from_callback(shape, sharding, read)
+            rows = jax.block_until_ready(_write_range(blocks, spec)(rows, new, first))
+        restored.append(rows)
+    return restored
+
+
+def _rows_at_once(saved: Any, blocks: RowBlocks) -> int:
+    """Return how many rows of each block are read at once: whole chunks, which are compressed."""
+    chunk = saved.chunk_layout.read_chunk.shape[0]
+    row_bytes = saved.dtype.numpy_dtype.itemsize * math.prod(saved.shape[1:])
+    most = RANGE_BYTES // max(1, row_bytes * blocks.num_blocks)
+    return min(blocks.block_rows, max(chunk, most // chunk * chunk))
+
+
+def _read_rows(
+    saved: Any, blocks: RowBlocks, first: int, count: int, dtype: Any, index: tuple[slice, ...]
+) -> np.ndarray:
+    """Read rows of the block that `index` selects; rows that were not saved are 0."""
+    begin = (index[0].start or 0) // count * blocks.block_rows + first
+    end = min(begin + count, saved.shape[0])
+    part = saved[(slice(min(begin, end), end), *index[1:])].read().result()
+    missing = count - len(part)
+    padded = np.pad(part, [(0, missing), *[(0, 0)] * (part.ndim - 1)]) if missing else part
+    return padded.astype(dtype, copy=False)
+
+
+@functools.lru_cache(maxsize=32)
+def _write_range(blocks: RowBlocks, spec: P) -> Any:
+    def on_device(rows: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(rows, new, first, 0)
+
+    return jax.jit(on_devices_of(blocks, on_device, (spec, spec, P()), spec), donate_argnums=0)
+
+
 def _restore_all_rows(
     folder: Path, step: int, stores: Mapping[StorePath, Any]
 ) -> dict[StorePath, list[jax.Array]]:
+    if not stores:
+        return {}
     options = ocp.CheckpointManagerOptions(create=False)
     with open_to_read(folder, options) as manager:
         saved = manager.item_metadata(step)["state"]
@@ -122,9 +204,11 @@ def _changed_rows(
 
 def complete_rows(folder: Path, ancestors: Lineage, path: StorePath, rows: Any) -> Any:
     """Write the newer rows of a store over the rows of its oldest checkpoint, NumPy arrays."""
-    flat = {name: np.array(leaf) for name, leaf in ocp.tree.to_flat_dict({"": rows}).items()}
+    flat = ocp.tree.to_flat_dict({"": rows})
+    flat = {name: np.require(leaf, requirements="W") for name, leaf in flat.items()}
     for _, stores in _changed_rows(folder, ancestors):
         ids, new = stores[path]
         for name, leaf in flat.items():
-            leaf[ids[ids >= 0]] = new[name][ids >= 0]
+            is_here = (ids >= 0) & (ids < len(leaf))
+            leaf[ids[is_here]] = new[name][is_here]
     return ocp.tree.from_flat_dict(flat, target={"": rows})[""]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from random_states import assert_same_bits
 
-from fedpax.checkpoints import row_changes, state_parts
+from fedpax.checkpoints import restored_stores, row_changes, state_parts
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.row_changes import lineage
 from fedpax.checkpoints.saved_state import load_field
@@ -59,11 +59,26 @@ def like(state: State) -> State:
     )
 
 
+def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the bytes of each range of rows that is read."""
+    sizes, read_rows = [], restored_stores._read_rows
+
+    def record(*arguments: Any) -> np.ndarray:
+        sizes.append((rows := read_rows(*arguments)).nbytes)
+        return rows
+
+    monkeypatch.setattr(restored_stores, "_read_rows", record)
+    return sizes
+
+
 @pytest.mark.parametrize("small_stores", [0, 1 << 24], ids=["changed rows", "all rows"])
 def test_rows_come_back_on_any_number_of_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_stores: int
 ) -> None:
     monkeypatch.setattr(row_changes, "SMALL_STORES", small_stores)
+    monkeypatch.setattr(state_parts, "CHUNK_BYTES", 1 << 11)
+    monkeypatch.setattr(restored_stores, "RANGE_BYTES", 1 << 13)
+    read = record_reads(monkeypatch)
     expected: Any = None
     for number, devices in enumerate((8, 3, 6, 1, 8), 1):
         mesh = make_mesh(devices=jax.devices()[:devices], clients=devices)
@@ -86,6 +101,9 @@ def test_rows_come_back_on_any_number_of_devices(
             expected = on_host(state)
     ancestors = [step for step, _ in lineage(tmp_path / "checkpoints", 5)]
     assert ancestors == ([1, 5] if small_stores == 0 else [5])
+    # In ranges: the host never has a large part of a large store.
+    assert bool(read) == (small_stores == 0)
+    assert all(nbytes <= 1 << 13 for nbytes in read)
     saved = load_field(tmp_path, "controls")["rows"]
     assert_same_bits(jax.tree.map(lambda x: x[:NUM_CLIENTS], saved), expected[1])
 

@@ -15,11 +15,8 @@ from jaxtyping import Array, Bool, Float
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.inner_steps import finite_weights
 from fedpax.algorithms.parts.local_steps import (
-    accumulator,
-    count_steps,
-    fold_steps,
     gradient_and_metrics,
-    mean_of,
+    mean_over_examples,
 )
 from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.participation import participant_weights, rematerialized_map
@@ -209,13 +206,12 @@ def _evaluate(
         params: Params, cohort: Cohort
     ) -> tuple[tuple[Float[Array, ""], Params], Bool[Array, ""]]:
         def local(batches: chex.ArrayTree, num_steps: NumSteps) -> tuple[Float[Array, ""], Params]:
-            def add(total: Params, batch: chex.ArrayTree) -> tuple[Params, Metrics]:
+            def loss_and_gradient(batch: chex.ArrayTree) -> tuple[Float[Array, ""], Params]:
                 gradient, metrics = gradient_and_metrics(loss_fn, params, batch)
-                return jax.tree.map(jnp.add, total, gradient), {"loss": metrics["loss"]}
+                return jnp.asarray(metrics["loss"], jnp.float32), gradient
 
             first = jax.tree.map(lambda b: b[:tuning_steps], batches)
-            total, metrics = fold_steps(add, accumulator(params), first, num_steps)
-            return metrics["loss"], mean_of(total, count_steps(first, num_steps), params)
+            return mean_over_examples(loss_and_gradient, first, num_steps)
 
         values = rematerialized_map(local, cohort.batches, cohort.num_steps, chunk_size=chunk_size)
         weights = participant_weights(cohort)

@@ -175,12 +175,13 @@ def local_metrics(
     batches: chex.ArrayTree,
     num_steps: Int[Array, ""] | int | None = None,
 ) -> Metrics:
-    """Average the loss and the metrics of a model over a participant's valid batches."""
+    """Average the loss and the metrics of a model over a participant's valid examples."""
 
-    def evaluate(carry: None, batch: chex.ArrayTree) -> tuple[None, Metrics]:
-        return None, loss_and_metrics(loss_fn, params, batch)[1]
+    def metrics(batch: chex.ArrayTree) -> Metrics:
+        measured = loss_and_metrics(loss_fn, params, batch)[1]
+        return jax.tree.map(lambda m: jnp.asarray(m, jnp.float32), measured)
 
-    return fold_steps(evaluate, None, batches, num_steps)[1]
+    return mean_over_examples(metrics, batches, num_steps)
 
 
 def full_gradient(
@@ -190,18 +191,30 @@ def full_gradient(
     num_steps: Int[Array, ""] | int | None = None,
 ) -> Params:
     """Average the gradient at one model over a participant's valid examples."""
-    # The papers' gradient is over all data of the client: a batch counts by the sum of its mask.
+    return mean_over_examples(
+        lambda batch: gradient_and_metrics(loss_fn, params, batch)[0], batches, num_steps
+    )
 
-    def add(carry: tuple[Params, Any], batch: chex.ArrayTree) -> tuple[tuple[Params, Any], Metrics]:
+
+def mean_over_examples(
+    function: Callable[[chex.ArrayTree], chex.ArrayTree],
+    batches: chex.ArrayTree,
+    num_steps: Int[Array, ""] | int | None,
+) -> Any:
+    """Average a function of a batch, where a batch counts by the sum of its mask."""
+    first = jax.tree.map(lambda b: jax.ShapeDtypeStruct(b.shape[1:], b.dtype), batches)
+    like = jax.eval_shape(function, first)
+
+    def add(carry: tuple[Any, jax.Array], batch: chex.ArrayTree) -> tuple[Any, Metrics]:
         total, weight = carry
-        gradient, _ = gradient_and_metrics(loss_fn, params, batch)
         has_mask = isinstance(batch, Mapping) and MASK in batch
         share = jnp.mean(jnp.asarray(batch[MASK], jnp.float32)) if has_mask else jnp.float32(1)
-        return (jax.tree.map(lambda t, g: t + share * g, total, gradient), weight + share), {}
+        added = jax.tree.map(lambda t, v: t + share * v, total, function(batch))
+        return (added, weight + share), {}
 
-    start = accumulator(params), jnp.float32(0)
+    start = accumulator(like), jnp.float32(0)
     (total, weight), _ = fold_steps(add, start, batches, num_steps)
-    return mean_of(total, weight, params)
+    return mean_of(total, weight, like)
 
 
 def count_steps(

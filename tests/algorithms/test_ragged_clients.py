@@ -14,7 +14,15 @@ from method_problem import BATCH, PARTICIPANTS, POPULATION, STEPS, assert_close,
 from method_table import mesh_of, place_batches, place_params, problem, use
 
 from fedpax import Cohort
-from fedpax.algorithms import fedavg, local_steps, mime, mime_lite, scaffold
+from fedpax.algorithms import (
+    choose_cluster,
+    fedavg,
+    fine_tuning_evaluation,
+    local_steps,
+    mime,
+    mime_lite,
+    scaffold,
+)
 
 RATE, BETA = 0.2, 0.8
 
@@ -183,6 +191,39 @@ def test_the_gradient_at_the_servers_model_is_over_all_examples(name):
         ids = examples.astype(np.int32) - 1
         state, metrics = step(state, Cohort(batches, weights, client_ids=ids))
         assert_close((state.params, metrics), (model, {"loss": report["loss"]}))
+
+
+def test_the_loss_of_a_model_is_over_all_examples():
+    """A batch that is not full counts by its examples in evaluation and in a choice of clusters."""
+    random = np.random.default_rng(7)
+    sizes = 1 + random.permutation(STEPS * BATCH)[:PARTICIPANTS]
+    mask = np.arange(STEPS * BATCH).reshape(STEPS, BATCH) < sizes[:, None, None]
+    x = random.normal(size=mask.shape).astype(np.float32)
+    steps = -(-sizes // BATCH)
+    cohort = Cohort({"x": x, "mask": mask}, sizes, steps)
+
+    def loss_fn(w, batch):
+        errors = jnp.where(batch["mask"], jnp.square(batch["x"] - w), 0)
+        above = jnp.sum(batch["mask"] & (batch["x"] > w))  # an integer
+        return jnp.sum(errors) / jnp.sum(batch["mask"]), {"above": above}
+
+    evaluate = fine_tuning_evaluation(
+        loss_fn, cohort_size=PARTICIPANTS, client_optimizer=optax.sgd(RATE)
+    )
+    metrics = jax.jit(evaluate)(jnp.float32(0.3), cohort, cohort)
+    examples = np.float64(x[mask])
+    above = np.sum(mask & (x > np.float32(0.3)), axis=-1)
+    wanted = {
+        "loss": np.mean(np.square(examples - 0.3)),
+        "above": np.average(above, weights=np.sum(mask, axis=-1)),
+    }
+    assert_close({name: metrics[name] for name in wanted}, wanted)
+
+    models = jnp.array([0.2, -0.3, 0.6])
+    for own, own_mask, count in zip(x, mask, steps, strict=True):
+        losses = [np.mean(np.square(np.float64(own[own_mask]) - float(w))) for w in models]
+        chosen = choose_cluster(loss_fn, models, {"x": own, "mask": own_mask}, int(count))
+        assert chosen == np.argmin(losses)
 
 
 def test_a_cohort_without_steps_changes_nothing():

@@ -14,6 +14,7 @@ from fedpax.primitives.layout import has_own_shardings
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement, federated_program_p
 from fedpax.primitives.reduction import REDUCTIONS
+from fedpax.transforms.marks import draws_noise
 
 # Call primitives that are safe to inline after differentiation -> the parameter with their jaxpr.
 CALLS = {
@@ -96,7 +97,8 @@ def _run_inlined(
             broadcasts = any(aval_of(v).shape[:1] in sizes for v in eqn.outvars)
             body = None if keep(eqn) else called_jaxpr(eqn)
             line_of = call if with_lines and call is not None and not in_source(eqn) else eqn
-            if body is not None and (contains_map or uses_placed or broadcasts):
+            is_split = contains_map or uses_placed or broadcasts or draws_noise(eqn)
+            if body is not None and is_split:
                 outputs = run(body.jaxpr, body.consts, inputs, line_of)
             elif contains_map and eqn.primitive is not federated_map_p:
                 params = {k: _replace_jaxprs(inside, v) for k, v in eqn.params.items()}

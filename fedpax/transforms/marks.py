@@ -141,6 +141,13 @@ def server_noise(like: jax.Array) -> jax.Array:
     return cast("jax.Array", server_noise_p.bind(jax.lax.stop_gradient(like)))
 
 
+def draws_noise(eqn: JaxprEqn) -> bool:
+    """Return whether an equation draws noise of its own, at any depth."""
+    return eqn.primitive in (server_noise_p, own_noise_p) or any(
+        draws_noise(inner_eqn) for inner in inner_jaxprs(eqn) for inner_eqn in inner.eqns
+    )
+
+
 def noise_as_arguments(
     closed: ClosedJaxpr,
 ) -> tuple[ClosedJaxpr, tuple[Noise, ...], tuple[float, ...]]:

@@ -1,6 +1,8 @@
 """The outer model of a syncer: its parameters and optimizer, merged fragment by fragment."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import chex
@@ -18,7 +20,9 @@ from fedpax.errors import ConfigurationError
 from fedpax.islands.method_parts import FragmentFormat
 from fedpax.primitives.placement import trace_for_stages
 from fedpax.training.logging import NonFiniteError
-from fedpax.transforms.marks import least_masked
+from fedpax.transforms.discrete_gaussian import normal
+from fedpax.transforms.inlining import inline
+from fedpax.transforms.marks import least_masked, noise_as_arguments
 from fedpax.transforms.program import program
 
 
@@ -53,29 +57,51 @@ class OuterModel:
         frozen = [getattr(fragment, "frozen", ()) for fragment in self._split]
         merges = {flags: jax.jit(self._make_merge(flags)) for flags in set(frozen)}
         starts = {flags: jax.jit(self._make_init(flags)) for flags in set(frozen)}
-        self._merges = [merges[flags] for flags in frozen]
         self.fragments = [
             self._on_host(part, *starts[flags](part), version=0)
             for part, flags in zip(taken, frozen, strict=True)
         ]
+        self._merges = [
+            self._with_own_noise(p, flags) or merges[flags] for p, flags in enumerate(frozen)
+        ]
 
-        for p, flags in enumerate(frozen):
-            self._check_is_not_masked(p, flags)
+    def _with_own_noise(self, p: int, frozen: Sequence[bool]) -> Any:
+        """Return the merge of fragment p with noise of the syncer's system, if it adds noise.
 
-    def _check_is_not_masked(self, p: int, frozen: Sequence[bool]) -> None:
-        """Raise if the aggregator's terms must be masked: the syncer sees each update."""
+        Islands know the aggregator's seed, and could subtract noise that follows from it.
+        """
         islands, state = self._parts.islands, self.fragments[p][:3]
         stacked = jax.tree.map(lambda x: np.zeros((islands, *x.shape), x.dtype), state[0])
-        weights = np.zeros(islands, np.float32)
-        with trace_for_stages():  # which keeps the marks of masked terms
-            traced = jax.make_jaxpr(self._make_merge(frozen))(*state, stacked, weights)
-        if least_masked(traced.jaxpr) is not None:
+        arguments = (*state, stacked, np.zeros(islands, np.float32))
+        with trace_for_stages(), self._stream(p):  # which keeps the marks of noise and masks
+            closed, result = jax.make_jaxpr(self._make_merge(frozen), return_shape=True)(*arguments)
+        if least_masked(closed.jaxpr) is not None:
             raise ConfigurationError(
                 "the aggregator is secure_mean or private_secure_mean, whose terms must be masked, "
                 "and the syncer of Decoupled DiLoCo sees each island's update, expected another "
                 "aggregator, such as private_mean, whose noise the syncer adds. Or train in rounds "
                 "over sites, with --secure_sums."
             )
+        inlined = inline(closed, inside=lambda inner: inner)
+        closed, of_server, of_islands = noise_as_arguments(inlined)
+        if not of_server and not of_islands:
+            return None
+        stddevs = [*(noise.stddev for noise in of_server), *of_islands]
+        shapes = [aval.shape for aval in closed.in_avals[-len(stddevs) :]]
+        compiled = jax.jit(functools.partial(jax.core.eval_jaxpr, closed.jaxpr, closed.consts))
+
+        def merge(*arguments: Any) -> Any:
+            drawn = [normal(s, shape) for s, shape in zip(stddevs, shapes, strict=True)]
+            leaves = compiled(*jax.tree.leaves(arguments), *drawn)
+            return jax.tree.unflatten(jax.tree.structure(result), leaves)
+
+        return merge
+
+    @contextmanager
+    def _stream(self, p: int) -> Iterator[None]:
+        """Draw random numbers of fragment p, and count its releases, as in decoupled_diloco."""
+        with random_stream(p), several_releases(len(self._split)):
+            yield
 
     def params(self, fragments: Sequence[FragmentState] | None = None) -> Params:
         """Return the whole model in the initial dtypes, by default of the current states."""
@@ -102,8 +128,7 @@ class OuterModel:
         stacked = jax.tree.map(
             lambda *leaves: np.stack(leaves), *[zeros if row is None else row for row in rows]
         )
-        # Noise of its own for each fragment, as in decoupled_diloco.
-        with random_stream(p), several_releases(len(self._split)):
+        with self._stream(p):
             *new, metrics = self._merges[p](*state[:3], stacked, weights)
         # It would count an island once for each merge; it is part of fewer.
         values = {name: float(value) for name, value in metrics.items() if name != "epsilon"}

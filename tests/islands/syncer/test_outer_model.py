@@ -6,6 +6,7 @@ import optax
 import pytest
 
 from fedpax.aggregators import (
+    add_local_noise,
     add_noise,
     chain,
     mean,
@@ -74,3 +75,27 @@ def test_fragments_of_one_shape_have_noise_of_their_own():
         new, _ = outer.merge(p, [(0, gradient, 1.0), (1, gradient, 1.0)])
         merged.append(np.asarray(new.params[name]))
     assert np.all(merged[0] != 0) and not np.any(np.isclose(*merged))
+
+
+def merge_of_zeros(outer, p=0):
+    gradient = {k: None if x is None else np.zeros(3) for k, x in outer.fragments[p].params.items()}
+    state, _ = outer.merge(p, [(0, gradient, 1.0), (1, gradient, 1.0)])
+    (moved,) = (np.asarray(x) for x in state.params.values() if x is not None)
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "stddev"),
+    [
+        (private_mean(max_norm=0.5, noise_multiplier=2.0, seed=0), 0.5),
+        (chain(add_noise(1.5, seed=0), mean()), 1.5),
+        (chain(add_local_noise(3.0, seed=0), mean()), 3.0 / np.sqrt(2)),
+    ],
+    ids=["private_mean", "add_noise", "add_local_noise"],
+)
+def test_the_seed_that_islands_know_does_not_give_the_noise(aggregator, stddev):
+    """Two syncers of one seed draw other noise, of the same size, and so does each merge."""
+    syncers = [OuterModel(make_parts(aggregator), PARAMS) for _ in range(2)]
+    drawn = np.stack([merge_of_zeros(outer) for outer in syncers for _ in range(60)])
+    assert len(np.unique(drawn)) == drawn.size
+    assert np.std(drawn) == pytest.approx(stddev, rel=0.25)  # 360 numbers: 6 standard errors

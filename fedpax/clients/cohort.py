@@ -213,8 +213,8 @@ def check_distinct_clients(
         return
     if isinstance(client_ids, jax.Array) and not client_ids.is_fully_addressable:
         return
-    ids, counts = np.unique(np.asarray(client_ids), return_counts=True)
-    repeated = ids[(counts > 1) & (ids >= 0)]
+    ids = np.sort(np.asarray(client_ids), axis=None)
+    repeated = ids[1:][(ids[1:] == ids[:-1]) & (ids[1:] >= 0)]
     if repeated.size:
         raise ArgumentError(
             f"{place} has the client {repeated[0]} more than once, expected each client once in a "

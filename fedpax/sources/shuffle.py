@@ -67,7 +67,10 @@ def shuffled_in(
         keys = _mix(keys)
         schedule.append(keys)
     if len(half) * width**2 <= 4 * len(index):  # short sequences: all inputs of the network
-        return _walk(_outputs(half, width, schedule), sequence, index, sizes)
+        table = _walked(_outputs(half, width, schedule), sizes)
+        places = sequence * width**2
+        places += index.astype(np.int64, copy=False)
+        return table.take(places).astype(np.int64)
     if len(half) * width <= len(index):  # few inputs of the hash function
         dtype = _narrow(width)
         hashes, stride = [_hash_from_table(keys, width, dtype) for keys in schedule], width
@@ -91,36 +94,57 @@ def _outputs(
     half: NDArray[np.uint64], width: int, schedule: list[NDArray[np.uint64]]
 ) -> NDArray[Any]:
     """Return the network's outputs, narrow integers, for all inputs, `[sequences, width**2]`."""
-    dtype: Any = np.uint32 if width <= 8 else _narrow(width)
-    bits, inputs = half.astype(dtype), np.arange(width**2, dtype=dtype)
-    last, place = (dtype(1) << dtype(2) * bits) - dtype(1), np.arange(len(half))
     if width <= 8:
-        hashes = [_hash_from_word(keys, width) for keys in schedule]
-        return _feistel(inputs[:, None] & last, bits, hashes, place).astype(np.uint8).T
+        return _outputs_of_words(half.astype(np.uint32), width, schedule)
+    dtype = _narrow(width)
+    bits, inputs = half.astype(dtype), np.arange(width**2, dtype=dtype)
+    last, place = (dtype(1) << dtype(2) * bits) - dtype(1), width * np.arange(len(half))
     hashes = [_hash_from_table(keys, width, dtype) for keys in schedule]
-    bits, last, place = (x[:, None] for x in (bits, last, width * place))
+    bits, last, place = (x[:, None] for x in (bits, last, place))
     return _feistel(inputs & last, bits, hashes, place)
 
 
-def _walk(
-    outputs: NDArray[Any],
-    sequence: NDArray[np.int64],
-    index: NDArray[np.integer],
-    sizes: NDArray[np.integer],
-) -> NDArray[np.int64]:
-    """Apply a network to elements until they are within their sequence."""
-    width, table = outputs.shape[1], outputs.ravel()
-    ends = np.where(sizes, sizes, width).take(sequence)  # no value is outside an empty sequence
-    first = sequence * width
-    value = table.take(first + index.astype(np.int64, copy=False))
-    outside = np.flatnonzero(value >= ends)
-    moving, first, ends = (x.take(outside) for x in (value, first, ends))
-    while len(outside):
-        moving = table.take(first + moving)
-        value[outside] = moving
-        left = np.flatnonzero(moving >= ends)
-        outside, moving, first, ends = (x.take(left) for x in (outside, moving, first, ends))
-    return value.astype(np.int64)
+def _outputs_of_words(
+    half: NDArray[np.uint32], width: int, schedule: list[NDArray[np.uint64]]
+) -> NDArray[np.uint8]:
+    """Look up the hashes of at most 8 right halves in the bits of one word for each sequence."""
+    rights, inputs = np.arange(width)[:, None], np.arange(width**2, dtype=np.uint32)[:, None]
+    bits, mask = np.array(width.bit_length() - 1, np.uint32), np.array(width - 1, np.uint32)
+    keyed, shifts = rights.astype(np.uint64), bits * rights.astype(np.uint32)
+    own_mask = (np.uint32(1) << half) - np.uint32(1)
+    left, right = inputs >> half, inputs & own_mask
+    mixed = np.empty_like(left)  # in the same memory in each round
+    for keys in schedule:
+        hashes = _mix_in_place(keys ^ keyed).astype(np.uint32)
+        hashes &= own_mask
+        hashes <<= shifts
+        np.multiply(right, bits, out=mixed)
+        np.right_shift(np.bitwise_or.reduce(hashes), mixed, out=mixed)
+        mixed &= mask
+        mixed ^= left
+        left, right, mixed = right, mixed, left
+    outputs = left.astype(np.uint8)
+    outputs *= (own_mask + np.uint32(1)).astype(np.uint8)
+    outputs |= right.astype(np.uint8)
+    return outputs.T.copy()
+
+
+def _walked(table: NDArray[Any], sizes: NDArray[np.integer]) -> NDArray[Any]:
+    """Apply a network, given by its outputs, until the outputs of a sequence are within it."""
+    width, dtype = table.shape[1], table.dtype.type
+    last = np.maximum(sizes, 1).astype(np.int64) - 1
+    last = last.astype(dtype)[:, None]
+    is_outside = table > last
+    is_outside &= np.arange(width, dtype=dtype) <= last
+    table = table.ravel()
+    at = np.flatnonzero(is_outside)
+    first, value, last = at & -width, table.take(at), last.ravel().take(at // width)
+    while len(at):
+        value = table.take(first + value)
+        table[at] = value
+        left = np.flatnonzero(value > last)
+        at, first, value, last = (x.take(left) for x in (at, first, value, last))
+    return table
 
 
 _Hash = Callable[[NDArray[Any], NDArray[np.int64]], NDArray[Any]]
@@ -143,14 +167,6 @@ def _hash_from_table(keys: NDArray[np.uint64], width: int, dtype: Any) -> _Hash:
     return lambda right, first: table.take(first + right)
 
 
-def _hash_from_word(keys: NDArray[np.uint64], width: int) -> _Hash:
-    """Look up hashes of at most 8 right halves in the bits of one word for each sequence."""
-    bits, right = width.bit_length() - 1, np.arange(width, dtype=np.uint64)[:, None]
-    hashes = (_mix(keys ^ right) & np.uint64(width - 1)) << np.uint64(bits) * right
-    words = np.bitwise_or.reduce(hashes).astype(np.uint32)
-    return lambda right, sequence: words[sequence] >> np.uint32(bits) * right
-
-
 def _feistel(
     value: NDArray[Any], half: NDArray[Any], hashes: list[_Hash], place: NDArray[np.int64]
 ) -> NDArray[Any]:
@@ -168,18 +184,32 @@ def _feistel(
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply SplitMix64's output function, a bijection; each output bit depends on all inputs."""
-    return _mix_in_place(x.copy())
+    if x.size != 1:
+        return _mix_in_place(x.copy())
+    y = x.item() + int(_STEP) & _WORD  # one integer: a fifth of the time of an array
+    y = (y ^ y >> 30) * int(_FIRST) & _WORD
+    y = (y ^ y >> 27) * int(_SECOND) & _WORD
+    return np.full_like(x, y ^ y >> 31)
+
+
+_WORD = 2**64 - 1
+# Arrays without axes: ufuncs convert a scalar, which takes as long as a thousand additions.
+_STEP, _FIRST, _SECOND = (
+    np.array(number, np.uint64)
+    for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_SHIFTS = tuple(np.array(bits, np.uint64) for bits in (30, 27, 31))
 
 
 def _mix_in_place(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     # Large arrays: an operation in place takes a third of the time of one that allocates.
-    x += np.uint64(0x9E3779B97F4A7C15)  # wraps around
-    shifted = x >> np.uint64(30)
+    x += _STEP  # wraps around
+    shifted = x >> _SHIFTS[0]
     x ^= shifted
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    np.right_shift(x, np.uint64(27), out=shifted)
+    x *= _FIRST
+    np.right_shift(x, _SHIFTS[1], out=shifted)
     x ^= shifted
-    x *= np.uint64(0x94D049BB133111EB)
-    np.right_shift(x, np.uint64(31), out=shifted)
+    x *= _SECOND
+    np.right_shift(x, _SHIFTS[2], out=shifted)
     x ^= shifted
     return x

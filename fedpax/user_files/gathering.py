@@ -25,11 +25,15 @@ class Rows:
     ) -> None:
         self.count = len(positions)
         if len(ends) == 1:
-            self._batch, self.within = np.zeros(len(positions), np.int64), positions
+            self.within = positions
             return
         self._batch = np.searchsorted(ends, positions, side="right")
         starts = np.concatenate([[0], ends[:-1]])
         self.within = positions - starts.take(self._batch)
+
+    @functools.cached_property
+    def _batch(self) -> Int64[np.ndarray, " n"]:
+        return np.zeros(self.count, np.int64)  # one batch
 
     def places(
         self, starts: Int64[np.ndarray, " batches"], size: int = 1

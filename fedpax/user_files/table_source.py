@@ -181,7 +181,7 @@ class TableSource(Source):
                 f"take() got indices of type {given.dtype}, expected integers. Pass the places of "
                 "a mask: np.flatnonzero(mask)."
             )
-        positions = given.astype(np.int64)
+        positions = given.astype(np.int64, copy=False)
         lowest, highest = positions.min(initial=0), positions.max(initial=-1)
         if lowest < -len(self) or highest >= len(self):
             outside = highest if highest >= len(self) else lowest

@@ -1,3 +1,5 @@
+import zlib
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -63,6 +65,29 @@ def test_the_permutations_are_fixed() -> None:
         1,
         3,
     ]
+
+
+@pytest.mark.parametrize(
+    ("largest", "checksum"),
+    [
+        (4, 3750923806),
+        (29, 3206275880),
+        (64, 2497653035),
+        (200, 1594452258),
+        (3000, 2908456665),
+        (10**6, 481591168),
+    ],
+)
+def test_the_permutations_of_each_way_to_compute_them_are_fixed(
+    largest: int, checksum: int
+) -> None:
+    # Words, tables of outputs, tables of hashes, and hashes of each element.
+    sizes = np.minimum(largest, np.arange(largest - 3, largest + 40))
+    counts = np.minimum(sizes, 100)
+    sequence = np.repeat(np.arange(len(sizes)), counts)
+    index = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
+    shuffled = shuffled_in(sequence, index, sizes, hash_key(1, np.arange(len(sizes))))
+    assert zlib.crc32(shuffled.astype("<i8").tobytes()) == checksum
 
 
 def test_hash_key_takes_negative_and_large_numbers() -> None:

@@ -51,9 +51,10 @@ which the system clears. With less padding, it costs less to write to used memor
 class _Located(NamedTuple):
     """Where the examples of sampled clients are."""
 
-    sizes: NDArray[np.int64]  # the number of examples of each sampled client, int64 `[sampled]`
-    # `(position of the client among the sampled, example of the client) -> index`.
-    indices: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
+    # The first example of each client, and the number of its examples, int64 `[sampled]`.
+    first: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    indices: NDArray[np.int64] | None  # the index of each example. None: the examples' own numbers
 
 
 class CohortRounds:
@@ -189,17 +190,17 @@ class CohortRounds:
             A cohort of n clients.
         """
         ids = np.asarray(client_ids, np.int64)
-        present = np.flatnonzero(ids >= 0)
-        rows_of_present = self._locate(ids[present])
-        sizes = np.zeros(len(ids), np.int64)
-        sizes[present] = rows_of_present.sizes
-        place = np.cumsum(ids >= 0) - 1
-        located = _Located(sizes, lambda row, k: rows_of_present.indices(place[row], k))
         steps = length or self.max_steps
-        return self._read_rows(round_number, ids, located, steps, self._preprocess)
+        return self._read_rows(round_number, ids, self._locate(ids), steps, self._preprocess)
 
     def _locate(self, client_ids: NDArray[np.int64]) -> _Located:
-        return _locate_examples(self._population, client_ids, int(self.settings["num_examples"]))
+        """Locate the examples of clients; an empty slot has none."""
+        first, sizes = np.zeros_like(client_ids), np.zeros_like(client_ids)
+        present = client_ids >= 0
+        number = int(self.settings["num_examples"])
+        located = _locate_examples(self._population, client_ids[present], number)
+        first[present], sizes[present] = located.first, located.sizes
+        return located._replace(first=first, sizes=sizes)
 
     def _num_steps(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         batch_size, epochs = int(self.settings["batch_size"]), int(self.settings["local_epochs"])
@@ -210,14 +211,12 @@ class CohortRounds:
         sampled = self._sample(round_number)
         absent = self._sampler.cohort_size - len(sampled)
         client_ids = np.concatenate([sampled, np.full(absent, -1, np.int64)])
-        located = self._locate(sampled)
-        sizes = np.concatenate([located.sizes, np.zeros(absent, np.int64)])
+        first, sizes, indices = self._locate(client_ids)
         num_steps = self._num_steps(sizes)
         devices = self._num_devices
         homes = home_devices(client_ids, self._sampler.num_clients, devices)
         order = balanced_order(num_steps, devices, chunk_size=self._chunk_size, homes=homes)
-        in_order = _Located(sizes[order], lambda row, k: located.indices(order[row], k))
-        return client_ids[order], in_order
+        return client_ids[order], _Located(first[order], sizes[order], indices)
 
     def _read_rows(
         self,
@@ -235,23 +234,22 @@ class CohortRounds:
         sizes = located.sizes
         num_steps = self._num_steps(sizes)
 
-        # For each example of the round: its client's row, and its slot among the row's batches.
-        epoch_slots = -(-sizes // batch_size) * batch_size  # the last batch may not be full
+        # For each example of the round: its client's row, its epoch (a sequence is an epoch of a
+        # client), and its place there. The last batch of an epoch may not be full.
+        epoch_slots = -(-sizes // batch_size) * batch_size
         row_slots = num_steps * batch_size
-        row = np.repeat(np.arange(len(client_ids)), row_slots)
-        slot = np.arange(len(row)) - np.repeat(np.cumsum(row_slots) - row_slots, row_slots)
-        num_epochs, sequence, place = 1, row, slot  # a sequence: an epoch of a client
-        if local_epochs > 1:
-            epoch, place = np.divmod(slot, epoch_slots[row])
-            num_epochs = int(epoch.max(initial=0)) + 1
-            sequence = num_epochs * row + epoch
-        is_example = place < sizes[row]
-        if not is_example.all():
-            row, slot, sequence, place = (x[is_example] for x in (row, slot, sequence, place))
+        num_epochs = min(local_epochs, self.max_steps)
+        begin = np.arange(num_epochs) * epoch_slots[:, None]  # the first slot of each epoch
+        counts = np.minimum(sizes[:, None], row_slots[:, None] - begin).clip(0).ravel()
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        ends = np.cumsum(counts)
+        place = np.arange(len(sequence))
+        place -= np.repeat(ends - counts, counts)
         # The keys do not depend on the row: a client has the same batches on any number of devices.
         keys = hash_key(seed, round_number, client_ids[:, None], np.arange(num_epochs))
         offset = shuffled_in(sequence, place, np.repeat(sizes, num_epochs), keys.ravel())
-        chosen = located.indices(row, offset)
+        offset += np.repeat(np.repeat(located.first, num_epochs), counts)
+        chosen = offset if located.indices is None else located.indices.take(offset)
 
         # If nearly all steps are padding, only the others are read.
         padded = (len(client_ids), length)
@@ -259,15 +257,19 @@ class CohortRounds:
         steps = np.flatnonzero(is_step)
         if reads_all := MOSTLY_PADDING * len(steps) >= math.prod(padded) or not len(steps):
             steps = np.arange(math.prod(padded))
-            at = row * (length * batch_size) + slot
+            first = np.arange(len(client_ids)) * (length * batch_size)
         else:
-            at = (np.cumsum(row_slots) - row_slots)[row] + slot
-        mask = np.zeros(len(steps) * batch_size, np.bool_)
-        mask[at] = True
-        # Padding repeats an example that is read anyway, the same one in any order of clients. Or
-        # it is zeros, which `ColumnReader` can leave in used memory.
-        indices = np.full(mask.shape, chosen.min() if len(chosen) else 0)
-        indices[at] = chosen
+            first = np.cumsum(row_slots) - row_slots
+        if len(chosen) == len(steps) * batch_size:
+            mask, indices = np.ones(len(chosen), np.bool_), chosen
+        else:
+            at = place + np.repeat((first[:, None] + begin).ravel(), counts)
+            mask = np.zeros(len(steps) * batch_size, np.bool_)
+            mask[at] = True
+            # Padding repeats an example that is read anyway, the same one in any order of clients.
+            # Or it is zeros, which `ColumnReader` can leave in used memory.
+            indices = np.full(mask.shape, chosen.min() if len(chosen) else 0)
+            indices[at] = chosen
         # A `preprocess` of the user can fail at zeros, or write to the arrays that it is given.
         is_known = self._preprocess is dict or self._scales_images
         if isinstance(self._read, ColumnReader) and is_known and reads_all:
@@ -362,16 +364,15 @@ def _locate_examples(
 ) -> _Located:
     """Locate the examples of sampled clients; contiguous ones without a list of their indices."""
     if isinstance(population, RaggedPartition):  # its indices have been checked
-        begin, end = population.starts[sampled], population.starts[sampled + 1]
-        return _Located(end - begin, lambda client, k: population.indices[begin[client] + k])
+        first = population.starts[sampled]
+        return _Located(first, population.starts[sampled + 1] - first, population.indices)
     if isinstance(population, ContiguousClients) and population.num_examples <= num_examples:
-        first = population.first_examples(sampled)
-        return _Located(population.sizes(sampled), lambda client, k: first[client] + k)
+        return _Located(population.first_examples(sampled), population.sizes(sampled), None)
     parts = [check_indices(population[k], num_examples, f"client {k}") for k in sampled]
     sizes = np.array([len(part) for part in parts], np.int64)
-    together = np.concatenate([*parts, np.zeros(0, np.int64)])
-    starts = np.cumsum(sizes) - sizes
-    return _Located(sizes, lambda client, k: together[starts[client] + k])
+    return _Located(
+        np.cumsum(sizes) - sizes, sizes, np.concatenate([*parts, np.zeros(0, np.int64)])
+    )
 
 
 def client_steps(

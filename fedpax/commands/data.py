@@ -22,6 +22,7 @@ from fedpax.reports.metric_table import markdown_table
 from fedpax.user_files.formats import LoadOptions
 
 _MOST_CLIENTS = 20  # in the table of clients
+_MOST_HASHED = 1 << 22  # values of a table in which equal examples are counted
 _MOST_LABELS = 1000  # labels with more distinct values are numbers
 
 
@@ -48,6 +49,12 @@ def data(arguments: Sequence[str]) -> int:
     print_line("")
     for line in str(partition_statistics(population, labels)).splitlines():
         print_line(line)
+    if shared := _count_shared(source):
+        print_line("")
+        print_line(
+            f"{shared:,} of {count_of(len(source), 'example')} have the values of an example of "
+            "another client. If they are copies of one record, keep one of them."
+        )
     if picture:
         plot_partition(
             population,
@@ -57,6 +64,26 @@ def data(arguments: Sequence[str]) -> int:
             participant_names=source.client_names,
         )
     return 0
+
+
+def _count_shared(source: Any) -> int:
+    """Return how many examples another client has too, 0 if equal examples are no copies."""
+    from fedpax.user_files.held_out import hash_examples
+
+    columns = [name for name in source.fields if name != source.client]
+    if not columns or len(columns) * len(source) > _MOST_HASHED:
+        return 0
+    sizes = np.diff(source.client_starts)
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    keys = hash_examples(source.table.select(columns))
+    order = np.lexsort((owners, keys))
+    keys, owners = keys[order], owners[order]
+    starts = np.flatnonzero(np.diff(keys, prepend=~keys[:1]))
+    ends = np.append(starts[1:], len(keys))
+    repeated = np.count_nonzero((keys[1:] == keys[:-1]) & (owners[1:] == owners[:-1]))
+    shared = int((ends - starts)[owners[starts] != owners[ends - 1]].sum())
+    # Where a client has equal examples too, they are of few values, not copies.
+    return shared if 10 * repeated <= min(shared, len(keys) // 10) else 0
 
 
 def _without_clients(picture: Path | None) -> int:

@@ -35,16 +35,21 @@ def held_out(table: pa.Table, fraction: float) -> Bool[np.ndarray, " examples"]:
     """
     if not fraction:
         return np.zeros(table.num_rows, np.bool_)
+    # 53 bits, which a float64 holds exactly.
+    return (hash_examples(table) >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
+
+
+def hash_examples(table: pa.Table) -> UInt64[np.ndarray, " examples"]:
+    """Return a hash of each example, equal for equal examples in any order of columns."""
     starts = range(0, max(1, table.num_rows), _BLOCK)
-    return np.concatenate([_held_out(table.slice(k, _BLOCK), fraction) for k in starts])
+    return np.concatenate([_hash_block(table.slice(k, _BLOCK)) for k in starts])
 
 
-def _held_out(table: pa.Table, fraction: float) -> Bool[np.ndarray, " examples"]:
+def _hash_block(table: pa.Table) -> UInt64[np.ndarray, " examples"]:
     keys = np.zeros(table.num_rows, np.uint64)
     for name in sorted(table.column_names):
         keys = hash_key(keys, _hash_bytes(name.encode()), _hash_column(table.column(name)))
-    # 53 bits, which a float64 holds exactly.
-    return (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
+    return keys
 
 
 def part_of_split(

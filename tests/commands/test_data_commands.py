@@ -195,3 +195,15 @@ def test_one_has_no_plural(command: Command, tmp_path: Path) -> None:
     _, output, errors = command("train", "--exp=fedavg_table", *words, folder)
     assert "1 feature of columns" in output + errors and "of 1 round in" in output + errors
     assert "a round has all 1 client\n" in output + errors
+
+
+def test_examples_that_two_clients_have_are_counted(command: Command, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [f"{x:.9f},note {k}" for k, x in enumerate(rng.normal(size=90))]
+    for name, some in {"A": rows[:50], "B": rows[47:]}.items():
+        (tmp_path / f"{name}.csv").write_text("\n".join(["dose,note", *some]) + "\n")
+    _, output, _ = command("data", f"{tmp_path}/*.csv")
+    assert "\n6 of 93 examples have the values of an example of another client. " in output
+    for name in "AB":  # few values: equal examples are of different origin
+        (tmp_path / f"{name}.csv").write_text("sex,outcome\n" + "f,0\nm,1\nf,1\n" * 20)
+    assert "of another client" not in command("data", f"{tmp_path}/*.csv")[1]

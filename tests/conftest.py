@@ -4,6 +4,7 @@ import gc
 import itertools
 import math
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,6 +25,10 @@ from test_layers import HEIGHT
 from fedpax.data import Source, load
 from fedpax.main import main
 from fedpax.parallel.compiler_options import simulate_devices
+
+# A shell's background processes ignore Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before any test can start a backend; the variable is for the processes that tests start.
 os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,7 +1,7 @@
 """An experiment tracker in memory, which can fail."""
 
 import itertools
-import time
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,20 @@ from fedpax.training.tracked_runs import Description, Outcome, TrackedLine
 
 
 class Server:
-    """A tracker in memory: it fails at the calls with these numbers, or does not answer."""
+    """A tracker in memory: it fails at the calls with these numbers.
 
-    def __init__(self, failures: Sequence[int] = (), seconds: float = 0.0) -> None:
+    While `answers` is cleared, it does not answer.
+    """
+
+    def __init__(self, failures: Sequence[int] = ()) -> None:
         self.entries: list[TrackedLine] = []
         self.runs: list[str] = []
         self.outcomes: list[Outcome] = []
         self.checkpoints: list[int] = []
         self.configuration: Any = None
-        self._failures, self._calls, self._seconds = set(failures), itertools.count(), seconds
+        self._failures, self._calls = set(failures), itertools.count()
+        self.answers = threading.Event()
+        self.answers.set()
 
     def open(self, id: str, description: Description) -> "Server":
         self._answer()
@@ -31,7 +36,7 @@ class Server:
         return self
 
     def _answer(self) -> None:
-        time.sleep(self._seconds)
+        self.answers.wait(60)
         if next(self._calls) in self._failures:
             raise ConnectionError("no route to host")
 

@@ -4,13 +4,14 @@ import datetime
 import hashlib
 import importlib.util
 import json
+import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import fedpax
 from fedpax.deploy.runtime import (
@@ -333,7 +334,7 @@ def _describe_stage(
 
 
 def _num_bytes(value: Mapping[str, Any]) -> int:
-    size = int(np.prod(value["shape"], dtype=int))
+    size = math.prod(map(operator.index, value["shape"]))
     return size * _item_bytes(value["dtype"])
 
 

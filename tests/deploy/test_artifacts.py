@@ -28,6 +28,7 @@ from fedpax.deploy import (
     run_local,
     runtime,
 )
+from fedpax.transforms.wiring import HEADINGS
 
 N = 4
 SGD = optax.sgd(0.1)
@@ -289,6 +290,11 @@ def test_bad_folders_are_told_in_a_sentence(spoil, message, small):
         load(small)
 
 
+def stage_of_values(shape):
+    value = {"name": "w", "shape": shape, "dtype": "int8"}
+    return {kind: [value] for kind in HEADINGS.values()}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -298,9 +304,10 @@ def test_bad_folders_are_told_in_a_sentence(spoil, message, small):
         {"flops": []},
         {"flops": ["x"]},
         {"platforms": 1},
-        {"stages": [{"shared": [{"name": "w", "shape": [1e400], "dtype": "float32"}], "rows": []}]},
+        {"stages": [stage_of_values([1e400])]},
+        {"stages": [stage_of_values([1.5])]},
     ],
-    ids=str,
+    ids=lambda changes: str(changes)[:60],
 )
 def test_a_malformed_manifest_with_its_sha256_is_told(changes, small):
     change_manifest(small, **changes)

@@ -75,7 +75,10 @@ class Faulty(Line):
                 super().call(message, timeout)
                 raise DisconnectedError("the answer is lost")
             if self._fault == "nan":
-                arrays = {n: np.full_like(x, np.nan) for n, x in message.arrays.items()}
+                arrays = {  # integers have no NaN
+                    n: x if x.dtype.kind in "iu" else np.full_like(x, np.nan)
+                    for n, x in message.arrays.items()
+                }
                 message = message._replace(arrays=arrays)
             if self._fault == "silent":
                 self._silent = True

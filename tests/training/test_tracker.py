@@ -128,19 +128,24 @@ def test_rounds_after_a_roll_back_are_sent_again(
 def test_a_server_that_does_not_answer_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(monkeypatch, Server(seconds=5.0))
+    server = use(monkeypatch, Server())
+    server.answers.clear()
     monkeypatch.setattr(tracker, "SECONDS_AT_END", 0.1)
     notes: list[str] = []
     with track(tmp_path, notes) as sender:
-        started = time.perf_counter()
         for number in range(1000):
             sender.add({"kind": "training", "round": number, "loss": 1.0})
-        assert time.perf_counter() - started < 0.5
-        ended = time.perf_counter()
-    assert time.perf_counter() - ended < 1.0
+    assert not server.runs  # neither the lines nor the end waited for the answer
+    server.answers.set()
     assert notes == [
         "wandb has not got all metrics. They are in metrics.jsonl; the same command sends the rest"
     ]
+
+
+def wait_for_lines(server: Server) -> None:
+    deadline = time.monotonic() + 120  # W&B imports for seconds, and longer on a loaded machine
+    while not server.lines and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 def test_an_unreachable_server_is_told_once(
@@ -149,9 +154,7 @@ def test_an_unreachable_server_is_told_once(
     server, notes = use(monkeypatch, Server(range(5))), []
     with track(tmp_path, notes) as sender:
         sender.add({"kind": "training", "round": 1, "loss": 1.0})
-        deadline = time.monotonic() + 10
-        while not server.lines and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_for_lines(server)
     assert len(server.lines) == 1
     assert notes == [
         "wandb gets no metrics yet (ConnectionError: no route to host); the run continues, and "
@@ -245,6 +248,14 @@ def test_training_sends_metrics_and_the_newest_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = use(monkeypatch, Server(range(3)))
+    add = Tracker.add
+
+    def add_and_wait(self: Tracker, line: Any, kept: bool = False) -> None:
+        add(self, line, kept)
+        if line["round"] == 3:  # at its end a run tries once more, and leaves the rest
+            wait_for_lines(server)
+
+    monkeypatch.setattr(Tracker, "add", add_and_wait)
     assert train(experiment("wandb", 6, track_checkpoints=True), tmp_path, exp="mine").finished
     assert server.lines == read_metrics(tmp_path)
     assert server.checkpoints[-1] == 6 and server.outcomes == ["finished"]
@@ -278,11 +289,12 @@ def test_wandb_offline_continues_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(tracker, "SECONDS_AT_END", 300.0)  # for a loaded machine
     notes: list[str] = []
     write_rounds(tmp_path, 1, 4, notes)
     time.sleep(1.0)  # W&B's folders have the second in their names
     write_rounds(tmp_path, 4, 9, notes)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:  # W&B's own process writes the last records after the run's end
         records = list(wandb_records(tmp_path))
         kinds = [record.WhichOneof("record_type") for record in records]

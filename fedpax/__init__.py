@@ -1,5 +1,7 @@
 """fedpax: federated and multi-island training as jitted JAX functions."""
 
+import functools
+
 __version__ = "0.2.0"
 
 __all__ = [
@@ -54,6 +56,7 @@ def __dir__() -> list[str]:
     return sorted({*own, *__all__, *_packages()})
 
 
+@functools.cache
 def _packages() -> list[str]:
     import pkgutil
 

@@ -116,13 +116,20 @@ def imports(node: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
         case ast.ImportFrom():
             yield node.lineno, "." * node.level + (node.module or "")
-        case ast.Attribute() if ast.unparse(node).startswith(("jax.", "fedpax.")):
+        case ast.Attribute() if root_of(node) in ("jax", "fedpax"):
             yield node.lineno, ast.unparse(node)
         case ast.Constant(value=str(text)) if re.fullmatch(r"fedpax(\.\w+)+(:\w+)?", text):
             yield node.lineno, text
         case _:
             for child in ast.iter_child_nodes(node):
                 yield from imports(child)
+
+
+def root_of(node: ast.expr) -> str | None:
+    """jax.lax.scan -> jax; None where the first of the names is no name."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def is_within(name: str, *packages: str) -> bool:

@@ -4,13 +4,19 @@ import math
 import resource
 import sys
 import time
+from types import ModuleType
 
 import pytest
 
 from fedpax.aggregators import noise_multiplier_for, privacy_spent
 
-dp_accounting = pytest.importorskip("dp_accounting")
 FIXED = {"cohort_size": 5, "num_clients": 1000}
+
+
+@pytest.fixture(autouse=True)
+def dp_accounting() -> ModuleType:
+    """Import the library in the worker that runs these tests: it loads much of SciPy."""
+    return pytest.importorskip("dp_accounting")
 
 
 def gaussian_delta(epsilon, sigma):
@@ -53,7 +59,7 @@ def test_poisson_sampling_is_as_private_as_published_and_tighter(
 
 
 @pytest.mark.slow
-def test_fixed_size_cohorts_are_those_of_the_library():
+def test_fixed_size_cohorts_are_those_of_the_library(dp_accounting):
     arguments = {"num_rounds": 100, "delta": 1e-6, "cohort_size": 50, "num_clients": 5000}
     epsilon = privacy_spent(noise_multiplier=2.0, **arguments)
     accountant = dp_accounting.rdp.RdpAccountant(
@@ -172,7 +178,7 @@ def test_little_noise_takes_little_time_and_memory(arguments, least, most):
 
 @pytest.mark.parametrize("rounds", [1, 100])
 @pytest.mark.parametrize("epsilon", [0.1, 2.0, 100.0])
-def test_without_sampling_the_noise_multiplier_is_found_at_once(epsilon, rounds):
+def test_without_sampling_the_noise_multiplier_is_found_at_once(dp_accounting, epsilon, rounds):
     start = time.process_time()
     noise = noise_multiplier_for(epsilon=epsilon, num_rounds=rounds, delta=1e-6)
     smallest = math.sqrt(rounds) * dp_accounting.get_sigma_gaussian(epsilon, 1e-6)

@@ -1,5 +1,6 @@
 """Nodes in one process: the network that tests of the server of rounds have."""
 
+import functools
 import os
 import random
 import sys
@@ -14,7 +15,7 @@ from fedpax.algorithms import fedavg, scaffold
 from fedpax.data import ClientSampler, cohort_rounds
 from fedpax.deploy.nodes.node import NodeProgram
 from fedpax.deploy.nodes.node_roster import NodeReply
-from fedpax.deploy.round_program import Settings, pack_program
+from fedpax.deploy.round_program import RoundProgram, Settings, pack_program, parse_program
 
 N = int(os.environ.get("FEDPAX_TEST_NODES", "3"))
 STEPS, BATCH, FEATURES = 4, 2, 3
@@ -95,12 +96,28 @@ def pack(method, size=None):
     return pack_program(MASKED_METHODS[method](size), init, rounds_of(size).shapes, SETTINGS)
 
 
+def program_of(method, size=None):
+    """Pack and parse a program once for each number of participants."""
+    return _program_of(method, size, N)
+
+
+@functools.cache
+def _program_of(method, size, number) -> RoundProgram:
+    return parse_program(pack(method, size))
+
+
+@functools.cache
+def _compiled(method, number):
+    algorithm = MASKED_METHODS[method]()
+    return algorithm, jax.jit(algorithm.round)
+
+
 def by_jit(method, absent=lambda number: ()):
     """The states of a run in one process, a list from the initial one.
 
     The round's absent participants have id -1, weight 0 and no steps.
     """
-    algorithm, rounds = MASKED_METHODS[method](), rounds_of()
+    (algorithm, step), rounds = _compiled(method, N), rounds_of()
     state = algorithm.init(init(jax.random.key(SETTINGS.seed)))
     states = [state]
     for number in range(SETTINGS.rounds):
@@ -111,7 +128,7 @@ def by_jit(method, absent=lambda number: ()):
             num_examples=np.where(gone, 0, cohort.num_examples),
             num_steps=np.where(gone, 0, cohort.num_steps),
         )
-        state, _ = jax.jit(algorithm.round)(state, cohort)
+        state, _ = step(state, cohort)
         states.append(state)
     return states
 

@@ -18,7 +18,6 @@ from fedpax.deploy.nodes.node_sums import check_program
 from fedpax.deploy.nodes.round_server import RoundError, RoundServer, problem_of
 from fedpax.deploy.nodes.vectors import from_vector, range_of, to_vector
 from fedpax.deploy.packets import Packet
-from fedpax.deploy.round_program import parse_program
 
 TERMS = [
     {"name": "sum of counts", "shape": [4], "dtype": "int32"},
@@ -83,7 +82,7 @@ def test_terms_beyond_the_bound_are_told_without_their_values(term, message):
 
 def test_the_vector_of_secagg_is_sent_under_its_masks_alone(tmp_path):
     """The server could ask for the stage itself, with what only the masked message has."""
-    program = parse_program(nodes.pack("fedavg"))
+    program = nodes.program_of("fedavg")
     network = nodes.LocalNetwork(program, tmp_path)
     server = RoundServer(network, program, run="run", sleep=lambda seconds: None)
     server.advance(server.begin())
@@ -99,7 +98,7 @@ def test_the_vector_of_secagg_is_sent_under_its_masks_alone(tmp_path):
 
 def test_a_private_vector_is_sent_to_enough_participants_alone(tmp_path):
     """Flower's protocol opens a sum with as many as its setup says; the server chooses it."""
-    program = parse_program(nodes.pack("private"))
+    program = nodes.program_of("private")
     network = nodes.LocalNetwork(program, tmp_path)
     server = RoundServer(network, program, run="run", sleep=lambda seconds: None)
     with pytest.raises(RoundError):
@@ -166,8 +165,8 @@ def test_the_maximum_of_nothing_is_no_problem(value, is_told):
 
 def test_sums_and_means_are_taken():
     check_program(exported(total, nodes.normal(4, 3)), 3)
-    check_program(parse_program(nodes.pack("scaffold")), 2)
+    check_program(nodes.program_of("scaffold"), 2)
     with pytest.raises(ValueError, match="with 4 participants in a round, expected at most 3"):
         check_program(exported(total, nodes.normal(4, 3)), 3, most=3)
     with pytest.raises(ValueError, match="with 2 participants in a round, expected at least 3"):
-        check_program(parse_program(nodes.pack("fedavg", 2)), 2)
+        check_program(nodes.program_of("fedavg", 2), 2)

@@ -8,13 +8,12 @@ from deploy import nodes
 from deploy.nodes import SETTINGS, LocalNetwork, N
 
 from fedpax.deploy.flower.app import METRICS_FILE, POSITION_FILE, STATE_FILE, train
-from fedpax.deploy.round_program import parse_program
 from fedpax.errors import ConfigurationError
 
 
 @pytest.fixture(scope="module")
 def program():
-    return parse_program(nodes.pack("scaffold"))
+    return nodes.program_of("scaffold")
 
 
 def settings_of(out, **others):
@@ -58,7 +57,7 @@ def test_a_run_without_a_position_begins(program, tmp_path):
 def test_positions_that_do_not_fit_are_told(program, tmp_path):
     settings = settings_of(tmp_path / "out", rounds=1, resume=True)
     train(LocalNetwork(program, tmp_path), program, "run1", settings)
-    other = parse_program(nodes.pack("fedavg"))
+    other = nodes.program_of("fedavg")
     with pytest.raises(ConfigurationError, match=r"is of program \w+, and this app has \w+"):
         train(LocalNetwork(other, tmp_path), other, "run1", settings)
     path = tmp_path / "out" / POSITION_FILE

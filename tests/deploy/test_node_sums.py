@@ -72,7 +72,7 @@ def test_rounds_equal_the_compiled_rounds_without_a_node_that_drops_out(phase, t
         asked = "keys" if values["request"] == "null" else eval_phase(values["request"])
         return "before" if phases.index(asked) >= phases.index(phase) else None
 
-    program = parse_program(nodes.pack("scaffold"))
+    program = nodes.program_of("scaffold")
     network = LocalNetwork(program, tmp_path, lost=lost)
     result = run(network, program)
     counts = [metrics["participants"] for _, metrics in result]
@@ -86,7 +86,7 @@ def eval_phase(request):
 
 
 def test_the_server_receives_masked_words_alone(tmp_path):
-    program = parse_program(nodes.pack("fedavg"))
+    program = nodes.program_of("fedavg")
     network, received = LocalNetwork(program, tmp_path), []
     pull = network.pull
 
@@ -107,7 +107,7 @@ def test_the_server_receives_masked_words_alone(tmp_path):
 
 @pytest.mark.slow
 def test_private_rounds_are_within_the_noise_and_tell_epsilon(tmp_path):
-    program = parse_program(nodes.pack("private"))
+    program = nodes.program_of("private")
     first, second = (run(LocalNetwork(program, tmp_path / k), program, 3) for k in "ab")
     expected = nodes.by_jit("private")
     for number, ((position, metrics), (other, _)) in enumerate(zip(first, second, strict=True)):
@@ -121,7 +121,7 @@ def test_private_rounds_are_within_the_noise_and_tell_epsilon(tmp_path):
 
 
 def test_a_node_sends_no_terms_of_a_private_program_without_masks(tmp_path):
-    program = parse_program(nodes.pack("private"))
+    program = nodes.program_of("private")
     network = LocalNetwork(program, tmp_path)
     server = RoundServer(
         network, program, run="run", rules=Rules(deadline=0.1), sleep=lambda seconds: None
@@ -139,7 +139,7 @@ def test_a_node_sends_no_terms_of_a_private_program_without_masks(tmp_path):
     ],
 )
 def test_runs_that_would_open_a_private_sum_are_told(settings, words, tmp_path):
-    program = parse_program(nodes.pack("private"))
+    program = nodes.program_of("private")
     network = LocalNetwork(program, tmp_path)
     with pytest.raises(ValueError, match=words):
         train(network, program, "run", {"out": str(tmp_path / "out"), **settings})
@@ -147,7 +147,7 @@ def test_runs_that_would_open_a_private_sum_are_told(settings, words, tmp_path):
 
 def test_a_participant_opens_the_private_sums_that_epsilon_is_stated_for(tmp_path, caplog):
     """Over all runs and processes, and as many as its owner allows."""
-    program = parse_program(nodes.pack("private"))
+    program = nodes.program_of("private")
     assert program.settings.rounds == 3 and len(program.artifact.manifest["stages"]) == 1
     network = LocalNetwork(program, tmp_path, counts_releases=True)
     run(network, program, 4, rounds=2)
@@ -163,7 +163,7 @@ def test_a_participant_opens_the_private_sums_that_epsilon_is_stated_for(tmp_pat
 
 
 def test_a_process_that_began_after_the_sum_is_told(tmp_path):
-    program = parse_program(nodes.pack("fedavg"))
+    program = nodes.program_of("fedavg")
     network = LocalNetwork(program, tmp_path)
     server = ServerSums(network, LOG, 0.001)
     run(network, program, rounds=1)
@@ -193,7 +193,7 @@ def header_of(text):
     ],
 )
 def test_a_malformed_answer_ends_the_part_of_its_sender_alone(packet, tmp_path, caplog):
-    program = parse_program(nodes.pack("fedavg"))
+    program = nodes.program_of("fedavg")
     network = LocalNetwork(program, tmp_path)
     answer = network.programs[101].answer
 
@@ -208,7 +208,7 @@ def test_a_malformed_answer_ends_the_part_of_its_sender_alone(packet, tmp_path, 
 
 def test_a_participant_that_sends_false_shares_is_named(tmp_path, caplog):
     """The others' shares open the sum."""
-    program = parse_program(nodes.pack("fedavg"))
+    program = nodes.program_of("fedavg")
     network = LocalNetwork(program, tmp_path)
     answer = network.programs[101].answer
 
@@ -227,7 +227,7 @@ def test_a_participant_that_sends_false_shares_is_named(tmp_path, caplog):
 
 
 def test_participants_of_one_process_are_told_what_simulates_them(tmp_path):
-    program = parse_program(nodes.pack("fedavg"))
+    program = nodes.program_of("fedavg")
     network = LocalNetwork(program, tmp_path)
     network.programs[101] = network.programs[100]
     server = ServerSums(network, LOG, 0.001)

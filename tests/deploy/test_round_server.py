@@ -16,7 +16,7 @@ from fedpax.deploy.nodes import round_server
 from fedpax.deploy.nodes.kept_state import KeptState, KeptStateError, read_position, write_position
 from fedpax.deploy.nodes.node import NodeProgram
 from fedpax.deploy.nodes.round_server import RoundError, RoundServer, Rules, ServerPosition
-from fedpax.deploy.round_program import parse_program, read_program
+from fedpax.deploy.round_program import read_program
 from fedpax.deploy.runtime import ArtifactError
 from fedpax.errors import ConfigurationError
 
@@ -67,8 +67,8 @@ def test_rounds_on_nodes_equal_the_compiled_rounds(method, programs, tmp_path):
             assert np.abs(want).max() > 1e-3
 
 
-def test_a_rerun_has_the_same_bits_in_whatever_order_answers_arrive(programs, tmp_path):
-    program = read_program(programs("scaffold"))
+def test_a_rerun_has_the_same_bits_in_whatever_order_answers_arrive(tmp_path):
+    program = nodes.program_of("scaffold")
     runs = [
         serve(LocalNetwork(program, tmp_path / str(seed), seed=seed), program)[-1][0].state
         for seed in range(5)
@@ -79,11 +79,11 @@ def test_a_rerun_has_the_same_bits_in_whatever_order_answers_arrive(programs, tm
 
 
 @pytest.mark.parametrize("fate", ["before", "after"])
-def test_a_node_that_is_not_counted_takes_its_state_back(fate, programs, tmp_path):
+def test_a_node_that_is_not_counted_takes_its_state_back(fate, tmp_path):
     def lost(values, node):
         return fate if (values.get("round"), node) == (1, 101) else None
 
-    program = read_program(programs("scaffold"))
+    program = nodes.program_of("scaffold")
     network = LocalNetwork(program, tmp_path, lost=lost)
     history = serve(network, program, quorum=2, deadline=1e-9)
     expected = nodes.by_jit("scaffold", lambda number: [1] if number == 1 else [])
@@ -96,18 +96,18 @@ def test_a_node_that_is_not_counted_takes_its_state_back(fate, programs, tmp_pat
     assert counted == ["", "0.0", "0.0"]
 
 
-def test_a_round_is_asked_again_below_the_quorum(programs, tmp_path):
+def test_a_round_is_asked_again_below_the_quorum(tmp_path):
     def lost(values, node):
         return "after" if values.get("key") == "1.0" and node != 100 else None
 
-    program = read_program(programs("scaffold"))
+    program = nodes.program_of("scaffold")
     history = serve(LocalNetwork(program, tmp_path, lost=lost), program, quorum=2, deadline=1e-9)
     for (position, _), state in zip(history, nodes.by_jit("scaffold")[1:], strict=True):
         assert_equals(position.state, state)
 
 
 def test_a_cohort_is_drawn_from_all_nodes_however_late_they_greet(tmp_path):
-    program = parse_program(nodes.pack("fedavg", 2))
+    program = nodes.program_of("fedavg", 2)
     sampler = ClientSampler(N, 2, SETTINGS.cohort_seed)
     for late in range(N):
         network = LocalNetwork(program, tmp_path / str(late))
@@ -125,8 +125,8 @@ def test_a_cohort_is_drawn_from_all_nodes_however_late_they_greet(tmp_path):
             assert asked == [100 + k for k in sorted(sampler.sample(number))]
 
 
-def test_over_selection_ends_a_round_early(programs, tmp_path):
-    program = read_program(programs("scaffold"))
+def test_over_selection_ends_a_round_early(tmp_path):
+    program = nodes.program_of("scaffold")
     network = LocalNetwork(program, tmp_path, lost=lambda v, node: "after" * (node == 102))
     network.lost = lambda v, node: "after" if node == 102 and "round" in v else None
     history = serve(network, program, enough=2)
@@ -136,15 +136,15 @@ def test_over_selection_ends_a_round_early(programs, tmp_path):
         assert metrics["participants"] == 2
 
 
-def test_too_few_answers_end_the_run_in_words(programs, tmp_path):
-    program = read_program(programs("fedavg"))
+def test_too_few_answers_end_the_run_in_words(tmp_path):
+    program = nodes.program_of("fedavg")
     network = LocalNetwork(program, tmp_path, lost=lambda v, node: "after" if "key" in v else None)
     with pytest.raises(RoundError, match=r"Round 0: fewer than 2 .*3 times.* smaller quorum"):
         serve(network, program, quorum=2, deadline=1e-9, wait=0)
 
 
-def test_too_few_nodes_are_told(programs, tmp_path):
-    program = read_program(programs("fedavg"))
+def test_too_few_nodes_are_told(tmp_path):
+    program = nodes.program_of("fedavg")
     network = LocalNetwork(program, tmp_path, partitions=[0, 1])
     with pytest.raises(RoundError, match=r"2 participants are connected .* at least 3; 2 nodes"):
         serve(network, program, wait=0)
@@ -152,8 +152,8 @@ def test_too_few_nodes_are_told(programs, tmp_path):
     assert_equals(position.state, nodes.by_jit("fedavg", lambda number: [2])[1])
 
 
-def test_partition_ids_that_collide_are_told(programs, tmp_path):
-    program = read_program(programs("fedavg"))
+def test_partition_ids_that_collide_are_told(tmp_path):
+    program = nodes.program_of("fedavg")
     network = LocalNetwork(program, tmp_path)
     network.partitions = {100: 0, 101: 1, 102: 1}
     with pytest.raises(ValueError, match=r"101 and 102 both have partition-id=1\. Start each"):
@@ -166,16 +166,16 @@ def test_partition_ids_that_collide_are_told(programs, tmp_path):
     assert_equals(history[-1][0].state, nodes.by_jit("fedavg")[-1])
 
 
-def test_a_node_with_another_program_is_told(programs, tmp_path):
-    program, other = read_program(programs("fedavg")), read_program(programs("scaffold"))
+def test_a_node_with_another_program_is_told(tmp_path):
+    program, other = nodes.program_of("fedavg"), nodes.program_of("scaffold")
     network = LocalNetwork(program, tmp_path)
     network.programs[101] = NodeProgram(other, nodes.load_data, tmp_path)
     with pytest.raises(RoundError, match=r"1 refuse: This node has program \w+, and the server"):
         serve(network, program, wait=0)
 
 
-def test_data_that_do_not_fit_are_told(programs, tmp_path, caplog):
-    program = read_program(programs("fedavg"))
+def test_data_that_do_not_fit_are_told(tmp_path, caplog):
+    program = nodes.program_of("fedavg")
     network = LocalNetwork(program, tmp_path)
     wide = lambda node: {"x": nodes.normal(3, 9), "y": nodes.normal(3)}
     network.programs[101] = NodeProgram(program, wide, tmp_path)
@@ -184,8 +184,8 @@ def test_data_that_do_not_fit_are_told(programs, tmp_path, caplog):
     assert "gives cohort.batches['x'] as float32[4, 2, 9], expected float32[4, 2, 3]" in caplog.text
 
 
-def test_a_lost_disk_is_told(programs, tmp_path, caplog):
-    program = read_program(programs("scaffold"))
+def test_a_lost_disk_is_told(tmp_path, caplog):
+    program = nodes.program_of("scaffold")
     network = LocalNetwork(program, tmp_path)
 
     def lost(values, node):
@@ -211,7 +211,7 @@ def test_damaged_state_is_told(tmp_path):
         kept.read("../1")
 
 
-def test_files_that_never_end_are_told(programs, tmp_path):
+def test_files_that_never_end_are_told(tmp_path):
     """Others can have made the folder of a position, and a program."""
     pipe, deep = tmp_path / "pipe", tmp_path / "deep"
     os.mkfifo(pipe)
@@ -278,10 +278,10 @@ def test_the_same_algorithm_is_the_same_program(programs):
     assert again["program"] == read_program(programs("fedavg")).program
 
 
-def test_nodes_that_are_too_slow_for_flower_are_told(programs, tmp_path, caplog, monkeypatch):
+def test_nodes_that_are_too_slow_for_flower_are_told(tmp_path, caplog, monkeypatch):
     clock = itertools.count(0.0, 10.0)
     monkeypatch.setattr(round_server.time, "monotonic", lambda: next(clock))
-    program = read_program(programs("fedavg"))
+    program = nodes.program_of("fedavg")
     lost = lambda values, node: "before" if values["kind"] == "greeting" and node == 101 else None
     network = LocalNetwork(program, tmp_path, lost=lost)
     with pytest.raises(RoundError, match="2 participants are connected after"):
@@ -301,7 +301,7 @@ def test_nodes_that_are_too_slow_for_flower_are_told(programs, tmp_path, caplog,
 
 
 def test_the_server_is_told_no_values_of_an_unforeseen_error(tmp_path, caplog, monkeypatch):
-    program = parse_program(nodes.pack("fedavg"))
+    program = nodes.program_of("fedavg")
     network = LocalNetwork(program, tmp_path)
 
     def fails(*args):
@@ -316,7 +316,7 @@ def test_the_server_is_told_no_values_of_an_unforeseen_error(tmp_path, caplog, m
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_an_answer_that_is_not_finite_is_not_counted(value, tmp_path, caplog):
-    program = parse_program(nodes.pack("fedavg"))
+    program = nodes.program_of("fedavg")
     network = LocalNetwork(program, tmp_path)
     broken = lambda node: {"x": np.full((2, 3), value, np.float32), "y": nodes.normal(2)}
     network.programs[101] = NodeProgram(program, broken, tmp_path / "other")
@@ -335,7 +335,7 @@ def test_the_server_is_told_no_values_of_data_that_cannot_be_read(when, tmp_path
     def fails(*args):
         raise ValueError("the age of patient Ada is 'x'")
 
-    program = parse_program(nodes.pack("fedavg"))
+    program = nodes.program_of("fedavg")
     network = LocalNetwork(program, tmp_path)
     load_data = fails if when == "loaded" else lambda node: fails
     network.programs[101] = NodeProgram(program, load_data, tmp_path / "other")
@@ -354,7 +354,7 @@ def test_the_server_is_told_no_values_of_data_that_cannot_be_read(when, tmp_path
     ],
 )
 def test_a_malformed_answer_is_not_counted(arrays, words, tmp_path, caplog):
-    program = parse_program(nodes.pack("fedavg"))
+    program = nodes.program_of("fedavg")
     network = LocalNetwork(program, tmp_path)
     answer = network.programs[101].answer
 

@@ -1,6 +1,7 @@
 """What a private run sends without noise: no method with an epsilon lets it change the model."""
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -47,6 +48,7 @@ def algorithm_and_state(name: str, combine: str):
     return algorithm, algorithm.init(init(jax.random.key(0)))
 
 
+@functools.cache
 def sent_for_the_state(name: str, combine: str) -> Counter[str]:
     """Return what participants send if only the state is asked for, and no metric."""
     algorithm, state = algorithm_and_state(name, combine)

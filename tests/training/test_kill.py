@@ -40,10 +40,18 @@ def start(folder: Path) -> subprocess.Popen:
     )
 
 
-def finish(folder: Path) -> None:
-    process = start(folder)
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
+def train_here(folder: Path) -> int:
+    """Train in this process, which has imported what a new one would import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(HERE)
+        return main(train_command(folder))
+
+
+def finish(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    status = train_here(folder)
+    output, errors = capsys.readouterr()
+    assert status == 0, errors
     assert "24 of 24 rounds" in output
 
 
@@ -113,42 +121,43 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train without a stop, in this process, which has imported what a new one would import."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(HERE)
-        assert main(train_command(folder)) == 0
+    assert train_here(folder) == 0
     return folder
 
 
 def test_stopped_runs_end_bitwise_as_an_uninterrupted_one(
-    uninterrupted: Path, tmp_path: Path
+    uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)  # pytest shows it if the test fails
     rng = random.Random(seed)
     stop(tmp_path, when_saving(rng, tmp_path), signal.SIGKILL)  # after about two rounds
-    finish(tmp_path)
+    finish(tmp_path, capsys)
     assert_same_run(uninterrupted, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_signal_saves_after_the_current_round(uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_signal_saves_after_the_current_round(
+    uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng = random.Random(0)
     assert stop(tmp_path, when_training(rng, tmp_path), signal.SIGTERM) == 128 + signal.SIGTERM
     saved = latest_round(tmp_path)
     assert saved is not None and saved == read_metrics(tmp_path)[-1]["round"] < 24
-    finish(tmp_path)
+    finish(tmp_path, capsys)
     assert_same_run(uninterrupted, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_many_kills(uninterrupted: Path, tmp_path: Path, seed: int) -> None:
+def test_many_kills(
+    uninterrupted: Path, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng = random.Random(seed)
     for _ in range(8):
         moment = rng.choice([when_started, when_saving, when_training])
         number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
         stop(tmp_path, moment(rng, tmp_path), number)
-    finish(tmp_path)
+    finish(tmp_path, capsys)
     assert_same_run(uninterrupted, tmp_path)

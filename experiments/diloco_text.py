@@ -1,19 +1,75 @@
 """DiLoCo on text, with two baselines: data parallelism, and one island alone."""
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import optax
 
+from fedpax.aggregators import codecs
 from fedpax.aggregators.quantized_mean import LEVELS, quantized_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn
-from fedpax.algorithms import data_parallel, diloco
-from fedpax.experiments.island_settings import OuterSGD
+from fedpax.algorithms import data_parallel, diloco, layer_fragments
+from fedpax.algorithms.parts.fragments import FragmentFn
+from fedpax.checks import CheckedConfig, Count, Decay, Positive
+from fedpax.errors import ArgumentError
 from fedpax.experiments.optimizer_settings import OptimizerConfig
 from fedpax.experiments.text_experiment import TextExperiment, short_rows, text_fields
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
 from fedpax.training.training_config import TrainingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterSGD(CheckedConfig):
+    """The outer optimizer: SGD with Nesterov momentum.
+
+    Attributes:
+        learning_rate: outer learning rate, eta.
+        momentum: Nesterov momentum of the outer optimizer, beta; 0 is plain SGD.
+    """
+
+    group = "outer"
+    learning_rate: Positive = 0.7
+    momentum: Decay = 0.9
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Make the optimizer."""
+        return optax.sgd(self.learning_rate, momentum=self.momentum, nesterov=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class FragmentSettings(OuterSGD):
+    """Fragments of the model that islands synchronize one at a time.
+
+    Attributes:
+        fragments: number of fragments, P: one for the embeddings and the final norm, the others for
+            the layers. `data.local_steps` is a multiple of it.
+        pattern: how layers are dealt to fragments.
+    """
+
+    learning_rate: Positive = 0.4
+    fragments: Count = 4
+    pattern: Literal["strided", "sequential"] = "strided"
+
+    def fragment_fn(self) -> FragmentFn:
+        """Assign the parameters to fragments."""
+        assign, flag = layer_fragments(self.fragments, self.pattern), f"--{self.group}.fragments"
+
+        def fragment_of(path: str, leaf: Any) -> int | Sequence[int]:
+            try:
+                return assign(path, leaf)
+            except ArgumentError as error:
+                text = str(error).replace("fragments is", f"{flag} is")
+                error.in_flags = text.replace("Pass at most fragments", f"Set at most {flag}")
+                raise
+
+        return fragment_of
+
+
+def wire_codec(compression: str) -> codecs.Codec | None:
+    """Return the codec of this name without settings, such as "e3m0"; None for "float32"."""
+    return None if compression == "float32" else getattr(codecs, compression)()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,7 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics
 from fedpax.algorithms import DelayedNesterov, halos
 from fedpax.checks import CheckedConfig, Count, Decay, Fraction, NonNegative, Positive
 from fedpax.errors import ArgumentError
-from fedpax.experiments.async_diloco_text import async_diloco_text
-from fedpax.experiments.asynchronous_text_experiment import AsynchronousText
+from fedpax.experiments.async_diloco_text import AsynchronousText, async_diloco_text
 from fedpax.experiments.parts.settings import arguments_of, documented_by
 from fedpax.experiments.text_experiment import text_fields
 from fedpax.simulation import RegionalArrivals, dynamic_local_steps, regional_arrivals

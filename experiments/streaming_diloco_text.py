@@ -10,8 +10,7 @@ from fedpax.aggregators import compressed_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import streaming_diloco
 from fedpax.checks import CountOrZero, Decay
-from fedpax.experiments.diloco_text import diloco_text
-from fedpax.experiments.island_settings import FragmentSettings, wire_codec
+from fedpax.experiments.diloco_text import FragmentSettings, diloco_text, wire_codec
 from fedpax.experiments.parts.settings import arguments_of, documented_by
 from fedpax.experiments.pretrain import diloco_c4_1b, diloco_llama_8b
 from fedpax.experiments.text_experiment import TextExperiment

@@ -124,7 +124,7 @@ COMMANDS = {
         fields_of="job_log_dir",
     ),
     "inspect": Command(
-        "fedpax.commands.inspect:inspect",
+        "fedpax.commands.export:inspect",
         """\
   fedpax inspect FOLDER
       Show what exported stages receive, have, send and keep, their FLOPs and temporary bytes, and
@@ -132,7 +132,7 @@ COMMANDS = {
 """,
     ),
     "partition": Command(
-        "fedpax.commands.partition:partition",
+        "fedpax.commands.data:partition",
         """\
   fedpax partition --exp=NAME [--picture=FILE.png] [--FIELD=VALUE ...]
       Show how the clients of an experiment differ in the amounts and labels of their examples.

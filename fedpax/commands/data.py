@@ -1,4 +1,4 @@
-"""`fedpax data`: the columns and clients of files, as tables and a picture."""
+"""`fedpax data` and `partition`: clients of files or of an experiment, as tables and a picture."""
 
 import datetime
 import itertools
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.commands.parts.file_flags import flags_in_errors, parse_files
-from fedpax.commands.parts.options import output_file
+from fedpax.commands.parts.options import configure, output_file, parse
 from fedpax.console import count_of, print_line
 from fedpax.data import load, partition_statistics, plot_partition
 from fedpax.data.tables import ColumnSummary, infer_treatments, summarize_columns
@@ -63,6 +63,26 @@ def data(arguments: Sequence[str]) -> int:
             class_names=names,
             participant_names=source.client_names,
         )
+    return 0
+
+
+def partition(arguments: Sequence[str]) -> int:
+    """Print how an experiment's clients differ, and draw the picture that is asked for."""
+    # The experiment has a method `read_population`, without arguments, that returns for each client
+    # the indices of its examples, and the label of each example or None.
+    options, fields = parse("partition", arguments)
+    picture = output_file("picture", options.picture, ".png")
+    experiment = configure(options.exp, fields)
+    read_population = getattr(experiment, "read_population", None)
+    if read_population is None:
+        raise UsageError(
+            f"--exp={options.exp} has no population, expected an experiment with a method "
+            "read_population, such as fedavg_digits. Choose another one from `fedpax list`."
+        )
+    population, labels = read_population()
+    print_line(str(partition_statistics(population, labels)))
+    if picture:
+        plot_partition(population, labels, picture)
     return 0
 
 

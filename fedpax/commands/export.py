@@ -1,4 +1,4 @@
-"""`fedpax export`: write the model of a run to a folder or a file, for other programs."""
+"""`fedpax export` and `inspect`: write a model or stages for other programs, and show stages."""
 
 import contextlib
 import errno
@@ -25,9 +25,9 @@ from fedpax.commands.parts.saved_run import (
     read_saved_run,
 )
 from fedpax.console import print_error, print_line
-from fedpax.deploy.artifacts import export_stages
+from fedpax.deploy.artifacts import export_stages, inspect_round
 from fedpax.deploy.flower.app_files import APP_FILE
-from fedpax.deploy.runtime import MANIFEST
+from fedpax.deploy.runtime import MANIFEST, ArtifactError
 from fedpax.errors import UsageError
 from fedpax.experiments.language_model_experiment import LanguageModelExperiment
 from fedpax.experiments.parts.weights import huggingface_obstacle
@@ -78,6 +78,20 @@ def export(arguments: Sequence[str]) -> int:
             f"fedpax.checkpoints.load_field({str(saved.saved_in)!r}, {field!r}, {number})['rows'] "
             "loads it, row k for client k."
         )
+    return 0
+
+
+def inspect(arguments: Sequence[str]) -> int:
+    """Print a report on a folder of exported stages."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise UsageError(
+            f"`fedpax inspect` got {' '.join(arguments) or 'no folder'!r}, expected one folder of "
+            "`fedpax export --stages`. Give for example: fedpax inspect round."
+        )
+    try:
+        print_line(inspect_round(arguments[0]))
+    except ArtifactError as error:
+        raise UsageError(str(error)) from error
     return 0
 
 

@@ -242,7 +242,7 @@ def find_class(named: Any, classes: Collection[type]) -> Any:
 
 
 _MOVED = {
-    "asynchronous_text": "asynchronous_text_experiment",
+    "asynchronous_text": "async_diloco_text",
     "fedavg_clients": "client_experiment",
     "language_model": "language_model_experiment",
     "optimizers": "optimizer_settings",

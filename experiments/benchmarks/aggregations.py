@@ -81,17 +81,13 @@ def flower_functions() -> dict[str, Callable[[list[Any]], list[np.ndarray]]]:
 
 class Aggregations(Timed):
     model: str = option("cnn", "shapes of the updates", choices=WORKLOADS)
-    clients: int = option(64, "number of clients")
-    aggregators: list[str] | None = harness.some(";")
+    clients: int = option(64, "number of clients", least=4 * NUM_BYZANTINE + 3)  # for Bulyan
+    aggregators: list[str] | None = harness.some(";", lambda _: aggregations())
     columns = (
         "aggregator {aggregator:20} | fedpax, s {seconds:.3f} | bound, s {bound_seconds:.3f} "
         "| fedpax / bound {bound_ratio:.2f} | Flower, s {flower_seconds:.2f} "
         "| Flower / fedpax {flower_ratio:.1f}"
     )
-
-    def __post_init__(self) -> None:
-        harness.check_at_least(4 * NUM_BYZANTINE + 3, clients=self.clients)  # for Bulyan
-        harness.check_names("aggregators", self.aggregators, aggregations())
 
     def measure(self) -> Any:
         return timing.on_devices(1, self.measure_here)

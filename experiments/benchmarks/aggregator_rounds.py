@@ -14,14 +14,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 import fedpax
 from fedpax import Cohort
 from fedpax import aggregators as of
 from fedpax.aggregators import Aggregator, chain, codecs, mean
 from fedpax.experiments.benchmarks import harness, timing
-from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
-from fedpax.experiments.benchmarks.workloads import WORKLOADS
+from fedpax.experiments.benchmarks.harness import Row, Timed, command, integers, option
+from fedpax.experiments.benchmarks.workloads import WORKLOADS, Sizes, Workload
 
 
 def aggregators(clients: int) -> dict[str, Aggregator]:
@@ -56,41 +57,31 @@ def aggregators(clients: int) -> dict[str, Aggregator]:
     return aggregators | ({"bulyan(1)": of.bulyan(1)} if clients >= 7 else {})
 
 
-class AggregatorRounds(Timed):
+class AggregatorRounds(Sizes, Timed):
     model: str = option("cnn", "the clients' model", choices=WORKLOADS)
-    clients: int = option(64, "number of clients in the round")
-    devices: int = option(1, "number of devices; simulated on a CPU")
+    clients: list[int] = option("64", "numbers of clients in the round", integers, least=2)
+    devices: list[int] = option("1", "numbers of devices; simulated on a CPU", integers)
     chunk_size: int = option(1, "clients that run at once")
-    repetitions: int = option(7, "timed calls of each round")
-    aggregators: list[str] | None = harness.some(";")
+    repetitions: int = option(7, "timed calls of each round", least=1)
+    aggregators: list[str] | None = harness.some(";", lambda own: aggregators(min(own.clients)))
     columns = (
         "aggregator {name:32} | temporaries {temporary_bytes:bytes} | round, s {seconds:.3f} "
         "| round / mean's {ratio:.2f} | added {added:+.1%}"
     )
 
-    def __post_init__(self) -> None:
-        harness.check_at_least(1, repetitions=self.repetitions)
-        harness.check_at_least(2, clients=self.clients)
-        harness.check_names("aggregators", self.aggregators, aggregators(self.clients))
-
-    def measure(self) -> Any:
-        return timing.on_devices(self.devices, self.measure_here)
-
-    def measure_here(self) -> Iterator[Row]:
-        workload, mesh = WORKLOADS[self.model](), fedpax.make_mesh(clients=-1)
+    def measure_size(self, workload: Workload, mesh: Mesh, clients: int) -> Iterator[Row]:
         rounds, untrained = {}, {}
-        with jax.set_mesh(mesh):
-            params, batches, num_examples = workload.random_arguments(self.clients, mesh)
-            cohort = Cohort(batches, num_examples)
-            for name, aggregator in aggregators(self.clients).items():
-                if self.aggregators is not None and name not in ("mean", *self.aggregators):
-                    continue
-                settings = {"aggregator": aggregator, "chunk_size": self.chunk_size}
-                algorithm = workload.fedavg(self.clients, **settings)
-                state = algorithm.init(params)
-                rounds[name] = timing.compile_for(algorithm.round, state, cohort)
-                untrained[name] = self._untrained_round(aggregator, params, num_examples)
-            rows, alone = self.compare(rounds, "mean"), self.compare(untrained, "mean")
+        params, batches, num_examples = workload.random_arguments(clients, mesh)
+        cohort = Cohort(batches, num_examples)
+        for name, aggregator in aggregators(clients).items():
+            if self.aggregators is not None and name not in ("mean", *self.aggregators):
+                continue
+            settings = {"aggregator": aggregator, "chunk_size": self.chunk_size}
+            algorithm = workload.fedavg(clients, **settings)
+            state = algorithm.init(params)
+            rounds[name] = timing.compile_for(algorithm.round, state, cohort)
+            untrained[name] = self._untrained_round(aggregator, params, num_examples)
+        rows, alone = self.compare(rounds, "mean"), self.compare(untrained, "mean")
         for row, own in zip(rows, alone, strict=True):
             pairs = zip(own.seconds, alone[0].seconds, rows[0].seconds, strict=True)
             added = statistics.median((ours - least) / whole for ours, least, whole in pairs)
@@ -100,7 +91,7 @@ class AggregatorRounds(Timed):
         self, aggregator: Aggregator, params: Any, num_examples: jax.Array
     ) -> timing.Compiled:
         """Compile a round in which an update is the parameters times the number of examples."""
-        program = fedpax.program(clients=self.clients, chunk_size=self.chunk_size)
+        program = fedpax.program(clients=len(num_examples), chunk_size=self.chunk_size)
 
         def run(params: Any, state: Any, num_examples: jax.Array) -> Any:
             def scale(params: Any, factor: jax.Array) -> Any:

@@ -126,6 +126,7 @@ class Bandwidth(Benchmark):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.params > 0:
             raise ValueError(f"--params is {self.params}, expected a number above 0")
 

@@ -17,7 +17,6 @@ import itertools
 import json
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from typing import Any, get_args
 from matplotlib.figure import Figure
 
 from fedpax.clients.cohort import Cohort, CohortStream, IslandStream
+from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.chaos_sites import (
     SYNCER,
     Failure,
@@ -143,9 +143,8 @@ def mean_data_parallelism(
 def heldout_loss(sites: Sites) -> float:
     """Return the held-out loss of the outer model, by `fedpax evaluate`."""
     file = sites.folder / "evaluation.json"
-    command = ["evaluate", f"--job_log_dir={sites.run_folder(SYNCER)}", f"--json={file}"]
-    run = [sys.executable, "-m", "fedpax", *command]
-    subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
+    flags = f"--job_log_dir={sites.run_folder(SYNCER)}", f"--json={file}"
+    timing.run_python("-m", "fedpax", "evaluate", *flags)
     return float(json.loads(file.read_text(encoding="utf-8"))["metrics"]["loss"])
 
 

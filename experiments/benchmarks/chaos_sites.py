@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.unreliable_network import UnreliableNetwork
 from fedpax.islands.syncer.logs import read_merges
 from fedpax.run_files.metrics import read_metrics, select
@@ -89,8 +89,7 @@ class Sites(contextlib.AbstractContextManager["Sites"]):
     ) -> None:
         self.folder, self.local_steps = folder, local_steps
         self._fields, self._cwd = [*fields, f"--islands={islands}"], working_directory
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        self._port = timing.free_port()
         self.networks = [UnreliableNetwork(self._port) for _ in range(islands)]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._logs = contextlib.ExitStack()

@@ -86,16 +86,12 @@ def distances(
 
 
 class ClientDrift(Benchmark):
-    clients: int = option(5, "number of clients")
-    rounds: int = option(60, "rounds to train")
+    clients: int = option(5, "number of clients", least=1)
+    rounds: int = option(60, "rounds to train", least=1)
     local_steps: list[int] = option("10", "K; several with commas", harness.integers)
     rate: float = option(0.1, "the clients' learning rate")
-    methods: list[str] | None = harness.some(";")
+    methods: list[str] | None = harness.some(";", lambda _: METHODS)
     seed: int = option(0, "seed of the clients' losses")
-
-    def __post_init__(self) -> None:
-        harness.check_at_least(1, rounds=self.rounds, clients=self.clients)
-        harness.check_names("methods", self.methods, METHODS)
 
     def measure(self) -> Iterator[Row]:
         problem = draw_quadratics(self.clients, seed=self.seed)

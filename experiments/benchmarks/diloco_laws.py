@@ -249,18 +249,19 @@ class DiLoCoLaws(Benchmark):
     bits: str = option(
         "4 bits", "format of DiLoCo's outer gradients, but in their table", choices=BITS
     )
-    seeds: int = option(3, "seeds of the first table")
+    seeds: int = option(3, "seeds of the first table", least=1)
     learning_rates: list[float] = _tried(DILOCO.optimizer.learning_rate, "peak learning rates")
     weight_decays: list[float] = _tried(DILOCO.optimizer.weight_decay, "weight decays")
     outer_momenta: list[float] = _tried(DILOCO.outer.momentum, "momenta of the outer optimizer")
     common_start: float = option(
         0.0, "fraction of the tokens that data parallelism trains before DiLoCo"
     )
-    tables: list[str] = option(",".join(TABLES), "tables to make", harness.names)
+    tables: list[str] = option(
+        ",".join(TABLES), "tables to make", harness.names, known=lambda _: TABLES
+    )
 
     def __post_init__(self) -> None:
-        harness.check_at_least(1, seeds=self.seeds)
-        harness.check_names("tables", self.tables, TABLES)
+        super().__post_init__()
         for setting in (*self.tuning(), *itertools.chain(*self.runs().values())):
             setting.experiment(self.tokens)
             if setting.common_start:

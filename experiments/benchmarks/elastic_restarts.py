@@ -12,10 +12,8 @@ process from its start depends less on other programs of the machine.
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,8 +33,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
 
     def __init__(self, folder: Path, processes: int, heartbeat: int) -> None:
         self._folder, self._log = folder / "run", (folder / "errors").open("wb")
-        with socket.create_server(("localhost", 0)) as free:
-            address = f"localhost:{free.getsockname()[1]}"
+        address = f"localhost:{timing.free_port()}"
         settings = {
             "exp": "fedavg_digits",
             "job_log_dir": self._folder,
@@ -125,18 +122,14 @@ class Job(contextlib.AbstractContextManager["Job"]):
 
 
 class ElasticRestarts(Benchmark):
-    processes: int = option(3, "processes, at least 2")
-    repetitions: int = option(3, "number of jobs")
+    processes: int = option(3, "processes, at least 2", least=2)
+    repetitions: int = option(3, "number of jobs", least=1)
     heartbeat: int = option(10, "--heartbeat_timeout, seconds")
     pause: float = option(12.0, "seconds between a useful round and the next event")
     columns = (
         "event {name:24} | decided {decided:.1f} | seconds {seconds:.1f} | cpu {cpu:.1f} "
         "| of a start {ratio:.2f}"
     )
-
-    def __post_init__(self) -> None:
-        if self.processes < 2 or self.repetitions < 1:
-            raise ValueError("expected --processes of at least 2 and --repetitions of at least 1")
 
     def measure(self) -> Iterator[Row]:
         jobs = [self.measure_job() for _ in range(self.repetitions)]
@@ -148,9 +141,9 @@ class ElasticRestarts(Benchmark):
 
     def measure_job(self) -> dict[str, tuple[float, float, float]]:
         """Return the seconds until the decision and a useful round, and of the CPU, by event."""
-        with tempfile.TemporaryDirectory() as folder:
+        with timing.new_folder() as folder:
             began = time.monotonic()
-            with Job(Path(folder), self.processes, self.heartbeat) as job:
+            with Job(folder, self.processes, self.heartbeat) as job:
                 seconds = {EVENTS[0]: (0.0, job.useful_round() - began, job.cpu_seconds())}
                 for times, name in enumerate(EVENTS[1:], start=1):
                     time.sleep(self.pause)

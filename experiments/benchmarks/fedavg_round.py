@@ -23,6 +23,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
@@ -32,7 +33,7 @@ import fedpax
 from fedpax.algorithm import Params
 from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
-from fedpax.experiments.benchmarks.workloads import BATCH_SIZE, LOCAL_STEPS, WORKLOADS, Sizes
+from fedpax.experiments.benchmarks.workloads import BATCH_SIZE, LOCAL_STEPS, Sizes, Workload
 from fedpax.primitives.placement import ChunkSize
 
 NumExamples: TypeAlias = Float[Array, " clients"]
@@ -144,29 +145,25 @@ class FedAvgRound(Sizes, Timed):
             self = dataclasses.replace(self, baselines=installed)
         return super().measure()
 
-    def measure_size(self, devices: int, clients: int) -> list[Row]:
-        workload = WORKLOADS[self.model]()
-        mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
+    def measure_size(self, workload: Workload, mesh: Mesh, clients: int) -> list[Row]:
         train = workload.local_train
         rounds = {f"fedpax {k}": fedpax_round(train, clients, k) for k in self.chunk_size}
         first = next(iter(rounds))
         rounds |= {name: BASELINES[name](train, clients) for name in self.baselines}
-        with jax.set_mesh(mesh):
-            sizes = self.local_steps, self.batch_size
-            types = workload.argument_types(clients, mesh, *sizes)
-            compiled = {name: timing.compile_for(fn, *types) for name, fn in rounds.items()}
-            calls, arguments = {name: c.program for name, c in compiled.items()}, tuple[Any, ...]()
-            if self.repetitions:
-                # A few steps in full precision: GPUs and TPUs round the operands of matmuls, and
-                # after hundreds of steps rounding alone makes the results differ.
-                few = workload.random_arguments(clients, mesh, min(5, self.local_steps))
-                with jax.default_matmul_precision("float32"):
-                    check_equal({name: jax.jit(fn)(*few) for name, fn in rounds.items()})
-                arguments = workload.random_arguments(clients, mesh, *sizes)
-            seconds = self.time(calls, *arguments)
+        sizes = self.local_steps, self.batch_size
+        types = workload.argument_types(clients, mesh, *sizes)
+        compiled = {name: timing.compile_for(fn, *types) for name, fn in rounds.items()}
+        calls, arguments = {name: c.program for name, c in compiled.items()}, tuple[Any, ...]()
+        if self.repetitions:
+            # A few steps in full precision: GPUs and TPUs round the operands of matmuls, and
+            # after hundreds of steps rounding alone makes the results differ.
+            few = workload.random_arguments(clients, mesh, min(5, self.local_steps))
+            with jax.default_matmul_precision("float32"):
+                check_equal({name: jax.jit(fn)(*few) for name, fn in rounds.items()})
+            arguments = workload.random_arguments(clients, mesh, *sizes)
+        seconds = self.time(calls, *arguments)
         return [
             Row(
-                device=jax.devices()[0].device_kind,
                 implementation=name,
                 compile_seconds=program.compile_seconds,
                 temporary_bytes=program.temporary_bytes,

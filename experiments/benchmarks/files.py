@@ -10,7 +10,6 @@ result gathers rows of random clients with NumPy from an array in memory. Times 
 
 import functools
 import itertools
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ import numpy as np
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
-from fedpax.experiments.benchmarks.workloads import Workload
-from fedpax.models.classifiers import MLPConfig, mlp
+from fedpax.experiments.benchmarks.workloads import mlp_workload
 from fedpax.populations.client_arrays import ContiguousClients
 
 
@@ -47,8 +45,7 @@ class Files(Benchmark):
     )
 
     def measure(self) -> Iterator[Row]:
-        with tempfile.TemporaryDirectory(dir=self.folder) as name:
-            folder = Path(name)
+        with timing.new_folder(self.folder) as folder:
             yield self._prepare(folder)
             yield self._pair("open the folder", lambda: load(folder / "0"))
             make_rounds = functools.partial(self._rounds_of, folder / "0")
@@ -77,7 +74,7 @@ class Files(Benchmark):
         features = self.numbers - 1
         for hidden in ((), (64, 64)):
             sizes = (features, *hidden, 9)
-            workload = Workload(mlp(MLPConfig(layer_sizes=sizes)), (features,), 9)
+            workload = mlp_workload(*sizes)
             algorithm = workload.fedavg(self.cohort)
             state = jax.jit(algorithm.init)(workload.model.init(jax.random.key(0)))
             train = jax.jit(algorithm.round)

@@ -14,9 +14,8 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from fedpax.experiments.benchmarks import timing
@@ -32,13 +31,6 @@ COLD, WARM = "first round, cache cold", "first round, cache warm"
 PAIRS = {"import fedpax": "import jax", "fedpax list": "import jax", WARM: COLD}
 BARS = {"fedavg_digits": {COLD: 13.0, WARM: 5.1}, "diloco_text": {COLD: 18.9, WARM: 8.3}}
 Taken = tuple[float, float]  # seconds, and CPU seconds
-
-
-def start(arguments: Sequence[str]) -> Taken:
-    """Run Python to its end; return what it took."""
-    began, before = time.perf_counter(), timing.children_cpu_seconds()
-    subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
-    return time.perf_counter() - began, timing.children_cpu_seconds() - before
 
 
 def train_first_round(exp: str, folder: Path, cache: Path) -> Taken:
@@ -75,15 +67,16 @@ class FirstRound(Benchmark):
     bar = "CPU seconds of a training with a cold and a warm cache"
 
     def measure(self) -> Iterator[Row]:
-        start(COMMANDS["fedpax list"])  # so that the files are in memory and compiled to bytecode
+        # The files are then in memory and compiled to bytecode.
+        timing.run_python(*COMMANDS["fedpax list"])
         taken: dict[str, list[Taken]] = {}
         for _ in range(self.repetitions):
-            with tempfile.TemporaryDirectory() as folder:
+            with timing.new_folder() as folder:
                 for kind in (COLD, WARM):
-                    paths = Path(folder, kind), Path(folder, "cache")
-                    taken.setdefault(kind, []).append(train_first_round(self.exp, *paths))
+                    trained = train_first_round(self.exp, folder / kind, folder / "cache")
+                    taken.setdefault(kind, []).append(trained)
             for name, arguments in COMMANDS.items():
-                taken.setdefault(name, []).append(start(arguments))
+                taken.setdefault(name, []).append(timing.run_python(*arguments)[:2])
         bars = BARS.get(self.exp, {})
         for name, baseline in PAIRS.items():
             (seconds, cpu), (others, other_cpu) = (

@@ -163,14 +163,11 @@ def _accuracy(
 
 class Gallery(Benchmark):
     rounds: int = option(30, "rounds to train", harness.integer)
-    methods: list[str] | None = harness.some(",")
+    methods: list[str] | None = harness.some(",", lambda _: NAMES)
     columns = (
         "method {method:20} | digits {digits:.3f} | synthetic {synthetic:.3f} "
         "| received {received_bytes:8,} | sent {sent_bytes:8,} | FLOPs {flops:9.3g}"
     )
-
-    def __post_init__(self) -> None:
-        harness.check_names("methods", self.methods, NAMES)
 
     def measure(self) -> Iterator[Row]:
         """Train each method on both problems, and count the cost of a round on digits."""

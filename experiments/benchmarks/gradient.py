@@ -13,15 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-import fedpax
 from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.fedavg_round import check_equal, fedpax_round, vmap_round
 from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
 from fedpax.experiments.benchmarks.workloads import (
     LEARNING_RATE,
     LOCAL_STEPS,
-    WORKLOADS,
     Sizes,
     Workload,
 )
@@ -78,28 +77,24 @@ class Gradient(Sizes, Timed):
         "| gradient, s {gradient_seconds:.4f} | ratio {ratio:.2f}"
     )
 
-    def measure_size(self, devices: int, clients: int) -> list[Row]:
-        workload = WORKLOADS[self.model]()
-        mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
+    def measure_size(self, workload: Workload, mesh: Mesh, clients: int) -> list[Row]:
         rates = {"server": jnp.float32(1.0), "client": jnp.float32(LEARNING_RATE)}
         fedavg_round = make_round(workload, self.chunk_size, self.unroll)
         gradient = jax.value_and_grad(loss_after(workload, fedavg_round))
-        with jax.set_mesh(mesh):
-            types, arguments = workload.argument_types(clients, mesh), tuple[Any, ...]()
-            compiled = {
-                name: timing.compile_for(fn, rates, *types)
-                for name, fn in (("round", fedavg_round), ("gradient", gradient))
-            }
-            if self.repetitions:
-                plain = jax.value_and_grad(loss_after(workload, make_plain_round(workload)))
-                few = workload.random_arguments(2 * devices, mesh)
-                functions = {"plain JAX": plain, "fedpax": gradient}
-                check_equal({name: jax.jit(fn)(rates, *few) for name, fn in functions.items()})
-                arguments = (rates, *workload.random_arguments(clients, mesh))
-            seconds = self.time({name: c.program for name, c in compiled.items()}, *arguments)
+        types, arguments = workload.argument_types(clients, mesh), tuple[Any, ...]()
+        compiled = {
+            name: timing.compile_for(fn, rates, *types)
+            for name, fn in (("round", fedavg_round), ("gradient", gradient))
+        }
+        if self.repetitions:
+            plain = jax.value_and_grad(loss_after(workload, make_plain_round(workload)))
+            few = workload.random_arguments(2 * mesh.size, mesh)
+            functions = {"plain JAX": plain, "fedpax": gradient}
+            check_equal({name: jax.jit(fn)(rates, *few) for name, fn in functions.items()})
+            arguments = (rates, *workload.random_arguments(clients, mesh))
+        seconds = self.time({name: c.program for name, c in compiled.items()}, *arguments)
         return [
             Row(
-                device=jax.devices()[0].device_kind,
                 ratio=timing.paired_ratio(seconds["gradient"], seconds["round"]),
                 **{f"{name}_temporary_bytes": c.temporary_bytes for name, c in compiled.items()},
                 **{f"{name}_seconds": taken for name, taken in seconds.items()},

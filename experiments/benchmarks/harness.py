@@ -44,28 +44,39 @@ PACKAGES = ("fedpax", "jax", "jaxlib", "drjax", "flax", "flwr", "numpy")
 _Value = TypeVar("_Value")
 
 
-def option(default: Any, help: str, parse: Callable[[str], Any] | None = None, **more: Any) -> Any:
+def option(
+    default: Any,
+    help: str,
+    parse: Callable[[str], Any] | None = None,
+    *,
+    least: int | None = None,
+    known: Callable[[Any], Collection[str]] | None = None,
+    **more: Any,
+) -> Any:
     """Make an option of a benchmark.
 
     Args:
         default: the default; a text is parsed.
         help: the text of `--help`.
         parse: parses the option's text. Default None: the type of the default.
+        least: the smallest number, or the smallest of several. Default None: any number.
+        known: returns the names of which the option lists some, from the benchmark. Default None:
+            the option has no names.
         **more: arguments of `ArgumentParser.add_argument`.
     """
     parse = parse or (str if default is None else type(default))
     value = parse(default) if isinstance(default, str) else default
     if default not in (None, ()):
         help = f"{help}; default {default}"
-    return dataclasses.field(
-        default_factory=lambda: value, metadata={"type": parse, "help": help, **more}
-    )
+    parser = {"type": parse, "help": help, **more}
+    metadata = {"parser": parser, "least": least, "known": known}
+    return dataclasses.field(default_factory=lambda: value, metadata=metadata)
 
 
-def some(separator: str) -> Any:
-    """Make an option of names with a separator, a semicolon where names have commas."""
-    kind = "commas" if separator == "," else "semicolons"
-    return option(None, f"names separated by {kind}; default: all", lambda t: t.split(separator))
+def some(separator: str, known: Callable[[Any], Collection[str]]) -> Any:
+    """Make an option of known names with a separator, a semicolon where names have commas."""
+    help = f"names separated by {'commas' if separator == ',' else 'semicolons'}; default: all"
+    return option(None, help, lambda text: text.split(separator), known=known)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -87,6 +98,15 @@ class Benchmark(abc.ABC):
 
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, known = getattr(self, field.name), field.metadata["known"]
+            if known is not None:
+                check_names(field.name, value, known(self))
+            if (least := field.metadata["least"]) is not None and value is not None:
+                if (smallest := min(value) if isinstance(value, list) else value) < least:
+                    raise ValueError(f"--{field.name} is {smallest}, expected at least {least}")
 
     def order(self, row: Row) -> Any:
         """Return a key: benchmarks that define this method print the sorted rows at the end."""
@@ -180,8 +200,9 @@ class Command(NamedTuple):
         fields = dataclasses.fields(self.benchmark)
         for field in fields:
             assert callable(field.default_factory)
-            default = {} if "required" in field.metadata else {"default": field.default_factory()}
-            parser.add_argument(f"--{field.name}", **default, **field.metadata)
+            more = field.metadata["parser"]
+            default = {} if "required" in more else {"default": field.default_factory()}
+            parser.add_argument(f"--{field.name}", **default, **more)
         files = {"json": ["--json"]}
         if self._overrides("draw"):
             files["plot"] = ["--plot", "--picture"]
@@ -287,13 +308,6 @@ def check_names(option: str, names: Sequence[str] | None, known: Collection[str]
     if unknown := sorted({*(names or ())} - {*known}):
         separator = "; " if any("," in name for name in known) else ", "
         raise ValueError(f"unknown {option} {unknown}; choose from {separator.join(known)}")
-
-
-def check_at_least(least: int, **options: int) -> None:
-    """Raise a ValueError for an option that is too small."""
-    for name, value in options.items():
-        if value < least:
-            raise ValueError(f"--{name} is {value}, expected at least {least}")
 
 
 def integer(text: str) -> int:

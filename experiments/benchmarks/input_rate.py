@@ -11,7 +11,6 @@ waiting is measured in a loop that leaves the CPU idle for as long as the accele
 compute, while the next round is prepared on a thread.
 """
 
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from fedpax.chips import CHIPS
 from fedpax.data import Source, Tokenizer, TokenRounds, load, load_tokenizer, train_tokenizer
 from fedpax.data import token_rounds as make_rounds
+from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.cohort_input import waiting
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.models import presets
@@ -78,12 +78,12 @@ class InputRate(Benchmark):
             f"{MODEL.flops_per_token(self.seq_len) / 1e9:.1f} GFLOPs per token: "
             f"{self.need:,.0f} tokens/s for each of {self.hosts} hosts"
         )
-        with tempfile.TemporaryDirectory() as folder:
-            source = write_documents(Path(folder), self.documents)
+        with timing.new_folder() as folder:
+            source = write_documents(folder, self.documents)
             for name in [*(self.tokenizer or ("bytes", None))]:
                 if name is None:
                     texts = (source[n]["text"] for n in range(0, len(source), 4))
-                    path = Path(folder, "tokenizer.json")
+                    path = folder / "tokenizer.json"
                     tokenizer = train_tokenizer(texts, vocab_size=32_000, path=path)
                 else:
                     tokenizer = load_tokenizer(name)

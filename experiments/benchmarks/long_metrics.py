@@ -8,9 +8,6 @@ counted from the sizes of the parts that each checkpoint writes.
 
 import itertools
 import random
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,10 +57,9 @@ def resume(folder: Path, rounds: int) -> float:
 
 def show(folder: Path) -> tuple[float, float]:
     """Return the CPU seconds and the peak of the memory in MB of `fedpax show` with a picture."""
-    words = ["show", f"--job_log_dir={folder}", f"--picture={folder / 'run.png'}"]
-    before, command = timing.children_cpu_seconds(), [sys.executable, "-c", SHOW, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return timing.children_cpu_seconds() - before, int(done.stdout.split()[-1]) / 1e3
+    flags = f"--job_log_dir={folder}", f"--picture={folder / 'run.png'}"
+    _, seconds, output = timing.run_python("-c", SHOW, "show", *flags)
+    return seconds, int(output.split()[-1]) / 1e3
 
 
 def copied(size: int, checkpoints: int) -> float:
@@ -88,8 +84,7 @@ class LongMetrics(Benchmark):
 
     def measure(self) -> Iterator[Row]:
         for rounds in self.rounds:
-            with tempfile.TemporaryDirectory() as name:
-                folder = Path(name)
+            with timing.new_folder() as folder:
                 write_run(folder, rounds)
                 seconds = min(resume(folder, rounds) for _ in range(3))
                 show_seconds, show_mb = show(folder)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fedpax import Cohort, algorithms
@@ -24,8 +25,14 @@ from fedpax.algorithm import FederatedAlgorithm
 from fedpax.clients import home_devices
 from fedpax.data import balanced_order
 from fedpax.experiments.benchmarks import harness, timing
-from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
-from fedpax.experiments.benchmarks.workloads import LEARNING_RATE, WORKLOADS, method
+from fedpax.experiments.benchmarks.harness import Row, Timed, command, integers, option
+from fedpax.experiments.benchmarks.workloads import (
+    LEARNING_RATE,
+    WORKLOADS,
+    Sizes,
+    Workload,
+    method,
+)
 from fedpax.parallel.mesh import make_mesh
 
 FORWARD = 1 / 3
@@ -72,45 +79,38 @@ ISLANDS: dict[str, tuple[float, str, dict[str, Any]]] = {
 }
 
 
-class MethodRounds(Timed):
+class MethodRounds(Sizes, Timed):
     model: str = option("cnn", "the clients' model", choices=WORKLOADS)
-    clients: int = option(16, "number of clients in the round")
+    clients: list[int] = option("16", "numbers of clients in the round", integers)
+    devices: list[int] = option("1", "numbers of devices; simulated on a CPU", integers)
     islands: int | None = option(None, "time the methods of islands, and so many islands", int)
     population: int | None = option(None, "clients with states; default: the cohort", int)
-    devices: int = option(1, "number of devices; simulated on a CPU")
     chunk_size: int = option(1, "participants that a device runs at once")
-    methods: list[str] | None = harness.some(",")
+    methods: list[str] | None = harness.some(",", lambda own: own._table)
     columns = (
         "method {name:18} | temporaries {temporary_bytes:13,} | median s {seconds:.4f} "
         "| ratio {ratio:.2f} | passes {passes:.2f} | ratio / passes {ratio_to_passes:.2f} "
         "| baseline {baseline:16}"
     )
 
-    def __post_init__(self) -> None:
-        harness.check_names("methods", self.methods, self._table)
-
     @property
     def _table(self) -> dict[str, tuple[float, str, dict[str, Any]]]:
         return CLIENTS if self.islands is None else ISLANDS
 
-    def measure(self) -> Any:
-        return timing.on_devices(self.devices, self.measure_here)
-
-    def _method(self, loss_fn: Any, name: str) -> FederatedAlgorithm:
+    def _method(self, loss_fn: Any, name: str, clients: int) -> FederatedAlgorithm:
         _, function, settings = self._table[name]
         rates = algorithms.FedAcRates(LEARNING_RATE, 2 * LEARNING_RATE, 2.0, 3.0)
         sgd = optax.sgd(LEARNING_RATE, settings.get("momentum"))
         optimizer = sgd if self.islands is None else optax.adamw(LEARNING_RATE)
         common = {f"{kind}optimizer": optimizer for kind in ("client_", "inner_", "")}
-        common |= {"num_clients": self.population or self.clients, "islands": self.islands}
-        common |= {"cohort_size": self.clients, "rates": rates}
+        common |= {"num_clients": self.population or clients, "islands": self.islands}
+        common |= {"cohort_size": clients, "rates": rates}
         return method(function, loss_fn, **common | settings)
 
-    def measure_here(self) -> Iterator[Row]:
-        workload, participants = WORKLOADS[self.model](), self.islands or self.clients
+    def measure_size(self, workload: Workload, mesh: Mesh, clients: int) -> Iterator[Row]:
+        participants = self.islands or clients
         placement = "clients" if self.islands is None else "islands"
-        with jax.set_mesh(mesh := make_mesh(clients=-1)):
-            params, batches, num_examples = workload.random_arguments(participants, mesh)
+        params, batches, num_examples = workload.random_arguments(participants, mesh)
         baselines = dict.fromkeys(self._table, next(iter(self._table))) | {"MuLoCo": MUON}
         used = {*(self.methods or self._table)}
         for _ in range(2):  # a baseline has a baseline too
@@ -120,10 +120,10 @@ class MethodRounds(Timed):
             batches, num_examples = jax.device_put((batches, num_examples), P(placement))
             cohort = Cohort(batches)
             if placement == "clients":
-                client_ids = sample(participants, self.population or participants, self.devices)
+                client_ids = sample(participants, self.population or participants, mesh.size)
                 cohort = Cohort(batches, num_examples, client_ids=client_ids)
             for name in (name for name in self._table if name in used):
-                start, algorithm = params, self._method(workload.loss_fn, name)
+                start, algorithm = params, self._method(workload.loss_fn, name, clients)
                 if name == "HypCluster":
                     start = jax.tree.map(lambda p: jnp.stack([p * s for s in (1, 0.9)]), params)
                 step: Any = algorithm.round

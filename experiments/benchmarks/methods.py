@@ -10,8 +10,9 @@ the server's model on held-out examples of all clients, after every round. Bytes
 clients of a round receive and send, and FLOPs count their valid steps, by `fedpax.cost`.
 """
 
+import abc
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,15 +34,46 @@ from fedpax.reports.target import (
 )
 
 
-class Methods(Benchmark):
-    group: str = option("methods_digits", "group of experiments", choices=sorted(GROUPS))
-    rounds: int | None = option(None, "rounds to train; default: the experiment's", int)
+class Tuned(Benchmark):
+    """A benchmark that trains experiments with several settings: a row has the best of each."""
+
     rates: list[float] | None = option(
         None, "client learning rates to try; default: the experiment's", harness.numbers
     )
     seeds: list[int] = option("0", "seeds, such as 0,1,2", harness.seeds)
+    rounds: int | None = option(None, "rounds to train; default: the experiment's", int, least=1)
+    methods: list[str] | None = harness.some(",", lambda own: own.experiments())
+
+    @abc.abstractmethod
+    def experiments(self) -> Mapping[str, Any]:
+        """Return the experiments by name."""
+
+    def variants(self, name: str, experiment: Any) -> Mapping[str, Any]:
+        """Return the experiment with each value of a setting, such as `lam = 0.3`."""
+        return {"": experiment}
+
+    @abc.abstractmethod
+    def train(self, name: str, setting: str, experiment: Any, rounds: int) -> Row:
+        """Train an experiment with each seed. Its row has the result in words, `_result`."""
+
+    def measure(self) -> Iterator[Row]:
+        """Train each experiment with each setting and each rate, and keep the best."""
+        known = self.experiments()
+        for name in self.methods or known:
+            tried = []
+            for setting, variant in self.variants(name, known[name]).items():
+                for rate in self.rates or [variant.client_learning_rate]:
+                    changed_rate = changed(variant, client_learning_rate=rate)
+                    rounds = self.rounds or variant.training.rounds
+                    tried.append(self.train(name, setting, changed_rate, rounds))
+                    label = ", ".join(filter(None, (name, setting, f"rate {rate:g}")))
+                    print(f"{label}: {tried[-1]._result}", flush=True)
+            yield min(tried, key=self.order)
+
+
+class Methods(Tuned):
+    group: str = option("methods_digits", "group of experiments", choices=sorted(GROUPS))
     target: str | None = option(None, "METRIC=VALUE; default: the group's")
-    methods: list[str] | None = harness.some(",")
 
     @property
     def columns(self) -> str:  # type: ignore[override]
@@ -53,53 +85,43 @@ class Methods(Benchmark):
         )
 
     def __post_init__(self) -> None:
-        if self.rounds is not None:
-            harness.check_at_least(1, rounds=self.rounds)
-        harness.check_names("methods", self.methods, find_group(self.group).experiments)
+        super().__post_init__()
         self.goal()
 
     def goal(self) -> Target:
         """Return the target."""
         return parse_target(self.target or find_group(self.group).target or "accuracy=0.85")
 
-    def measure(self) -> Iterator[Row]:
-        """Train each method with each rate, and keep the fastest."""
-        experiments: Any = find_group(self.group).experiments
-        for name in self.methods or experiments:
-            experiment, tried = experiments[name], []
-            for rate in self.rates or [experiment.client_learning_rate]:
-                variant = changed(experiment, client_learning_rate=rate)
-                tried.append(self.train(name, variant))
-                print(f"{name}, rate {rate:g}: rounds {tried[-1].rounds}", flush=True)
-            yield min(tried, key=self.order)
+    def experiments(self) -> Mapping[str, Any]:
+        return find_group(self.group).experiments
 
-    def train(self, name: str, experiment: Any) -> Row:
-        """Train a method with each seed."""
+    def train(self, name: str, setting: str, experiment: Any, rounds: int) -> Row:
         target, trajectories = self.goal(), []
         for run, states in seeded_runs(experiment, self.seeds):
             beginning, evaluations = run.cohorts.get_state(), []
-            for number in range(1, (self.rounds or experiment.training.rounds) + 1):
+            for number in range(1, rounds + 1):
                 evaluations.append({"round": number, **run.evaluate(next(states).params)})
             run.cohorts.set_state(beginning)
             trajectories.append(trajectory_of(run, evaluations, target.metric))
         costs = [cost_to_target(trajectory, target) for trajectory in trajectories]
         # Infinite if most seeds do not reach the target.
-        rounds, num_bytes, flops = (
+        needed, num_bytes, flops = (
             [np.inf if not n or np.isnan(n) else n for n in values]
             for values in zip(*((c.rounds, c.num_bytes, c.flops) for c in costs), strict=True)
         )
-        median = statistics.median(rounds)
+        median = statistics.median(needed)
         reached = np.isfinite(median)
         return Row(
             method=name,
             learning_rate=experiment.client_learning_rate,
             rounds=[cost.rounds for cost in costs],
-            reached=_with_range(rounds) if reached else "not reached",
+            reached=_with_range(needed) if reached else "not reached",
             num_bytes=num_bytes if reached else None,
             flops=flops if reached else None,
             best=[cost.best for cost in costs],
             trajectories=[trajectory._asdict() for trajectory in trajectories],
             median_rounds=median,
+            _result=f"rounds {[cost.rounds for cost in costs]}",
         )
 
     def order(self, row: Row) -> tuple[float, float]:

@@ -15,7 +15,6 @@ central Gaussian mechanism, with so little noise that the results can be compare
 import contextlib
 import os
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 import fedpax
 from fedpax.aggregators import private_mean
@@ -77,6 +77,7 @@ class OtherFrameworks(Sizes):
         return {library: path for library, path in paths.items() if path}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for library in self.pythons:
             if library not in METHODS[self.method]:
                 libraries = " and ".join(METHODS[self.method])
@@ -84,12 +85,10 @@ class OtherFrameworks(Sizes):
                     f"--method={self.method} is for {libraries}: leave --{library}_python out"
                 )
 
-    def measure_size(self, devices: int, clients: int) -> list[Row]:
-        workload, pythons = WORKLOADS[self.model](), self.pythons
-        mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
+    def measure_size(self, workload: Workload, mesh: Mesh, clients: int) -> list[Row]:
+        devices = mesh.size
         with contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            stack.enter_context(jax.set_mesh(mesh))
+            folder = stack.enter_context(timing.new_folder())
             params, batches, ones = workload.random_arguments(clients, mesh)
             num_examples = jnp.full_like(ones, LOCAL_STEPS * BATCH_SIZE)
             saved: dict[str, Any] = {**by_name(params), **batches, "rate": LEARNING_RATE}
@@ -99,7 +98,7 @@ class OtherFrameworks(Sizes):
             calls: dict[str, Callable[[], Any]] = {"fedpax": fedpax_call}
             results = {"fedpax": by_name(fedpax_call())}
             versions = {"fedpax": f"jax {jax.__version__}"}
-            for library, python in pythons.items():
+            for library, python in self.pythons.items():
                 paths = folder / "arguments.npz", folder / f"{library}.npz"
                 line = command_of(library, python, devices, *paths, self.method)
                 calls[library] = stack.enter_context(rounds_of(line, devices))

@@ -12,12 +12,12 @@ among the client's training examples (`fedpax.experiments.personal_images`).
 
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedpax.experiments.benchmarks import harness
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
-from fedpax.experiments.benchmarks.methods import seeded_runs, with_seed
+from fedpax.experiments.benchmarks.harness import Row, command, option
+from fedpax.experiments.benchmarks.methods import Tuned, seeded_runs, with_seed
 from fedpax.experiments.benchmarks.workloads import changed
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_methods import MethodConfig, method
@@ -36,33 +36,36 @@ SETTINGS: Mapping[str, tuple[str, Sequence[float]]] = {
 }
 
 
-def experiments() -> dict[str, Any]:
-    """Return the experiments by method."""
-    of_group: dict[str, Any] = dict(find_group("personal_digits").experiments)
-    first = next(iter(of_group.values()))
-    return of_group | {name: changed(first, method=method) for name, method in BASELINES.items()}
+class PersonalMethods(Tuned):
+    rates: list[float] = option("0.1,0.3,1", "client learning rates", harness.numbers)
+    columns = (
+        "method {method} | setting {setting} | client rate {learning_rate:g} "
+        "| accuracy of the clients' models {accuracy} | shared model {shared:.3f}"
+    )
 
+    def experiments(self) -> dict[str, Any]:
+        of_group: dict[str, Any] = dict(find_group("personal_digits").experiments)
+        first = next(iter(of_group.values()))
+        return of_group | {name: changed(first, method=own) for name, own in BASELINES.items()}
 
-def variants(name: str, experiment: PersonalImages) -> dict[str, PersonalImages]:
-    """Return the experiment with each value of the method's setting, such as `lam = 0.3`."""
-    if name in BASELINES:
-        return {"": experiment}
-    field, values = SETTINGS[name]
-    return {f"{field} = {v:g}": changed(experiment, method={field: v}) for v in values}
+    def variants(self, name: str, experiment: PersonalImages) -> dict[str, PersonalImages]:
+        if name in BASELINES:
+            return {"": experiment}
+        field, values = SETTINGS[name]
+        return {f"{field} = {v:g}": changed(experiment, method={field: v}) for v in values}
 
+    def train(self, name: str, setting: str, experiment: PersonalImages, rounds: int) -> Row:
+        personal, shared = list[float](), list[float]()
+        server = changed(experiment, method=BASELINES["fedavg"])
+        for seed, (_, states) in zip(self.seeds, seeded_runs(experiment, self.seeds), strict=True):
+            state = next(itertools.islice(states, rounds - 1, None))
+            personal.append(with_seed(experiment, seed).evaluate_clients()(state)["accuracy"])
+            if name not in BASELINES and experiment.method.has_shared_model:
+                shared.append(with_seed(server, seed).evaluate_clients()(state)["accuracy"])
+        return make_row(name, setting, experiment.client_learning_rate, personal, shared)
 
-def train_method(
-    name: str, setting: str, experiment: PersonalImages, seeds: Sequence[int], num_rounds: int
-) -> Row:
-    """Train a method with each seed."""
-    personal, shared = list[float](), list[float]()
-    server = changed(experiment, method=BASELINES["fedavg"])
-    for seed, (_, states) in zip(seeds, seeded_runs(experiment, seeds), strict=True):
-        state = next(itertools.islice(states, num_rounds - 1, None))
-        personal.append(with_seed(experiment, seed).evaluate_clients()(state)["accuracy"])
-        if name not in BASELINES and experiment.method.has_shared_model:
-            shared.append(with_seed(server, seed).evaluate_clients()(state)["accuracy"])
-    return make_row(name, setting, experiment.client_learning_rate, personal, shared)
+    def order(self, row: Row) -> float:
+        return -float(row.score)
 
 
 def make_row(
@@ -78,38 +81,8 @@ def make_row(
         shared=shared,
         score=score,
         accuracy=f"{score:.3f} ({min(personal):.3f} to {max(personal):.3f})",
+        _result=f"{score:.3f}",
     )
-
-
-class PersonalMethods(Benchmark):
-    rates: list[float] = option("0.1,0.3,1", "client learning rates", harness.numbers)
-    seeds: list[int] = option("0", "seeds, such as 0,1,2", harness.seeds)
-    rounds: int | None = option(None, "rounds to train; default: the experiment's", harness.integer)
-    methods: list[str] | None = harness.some(",")
-    columns = (
-        "method {method} | setting {setting} | client rate {learning_rate:g} "
-        "| accuracy of the clients' models {accuracy} | shared model {shared:.3f}"
-    )
-
-    def __post_init__(self) -> None:
-        harness.check_names("methods", self.methods, experiments())
-
-    def measure(self) -> Iterator[Row]:
-        """Train each method with each value of its setting and each rate, and keep the best."""
-        known = experiments()
-        for name in self.methods or known:
-            experiment, tried = known[name], []
-            settings = variants(name, experiment).items()
-            for (setting, variant), rate in itertools.product(settings, self.rates):
-                with_rate = changed(variant, client_learning_rate=rate)
-                rounds = self.rounds or experiment.training.rounds
-                tried.append(train_method(name, setting, with_rate, self.seeds, rounds))
-                label = ", ".join(filter(None, (name, setting, f"rate {rate:g}")))
-                print(f"{label}: {tried[-1].score:.3f}", flush=True)
-            yield min(tried, key=self.order)
-
-    def order(self, row: Row) -> float:
-        return -float(row.score)
 
 
 main = command(PersonalMethods)

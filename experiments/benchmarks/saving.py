@@ -17,7 +17,6 @@ fingerprints of the states. `most MB` is the largest memory of the process until
 
 import resource
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +29,7 @@ import numpy as np
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.clients import ClientStore
 from fedpax.clients.row_blocks import count_rows, row_blocks, row_fingerprints
+from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 
 NUM_ARRAYS = 48
@@ -56,8 +56,7 @@ class Saving(Benchmark):
     def measure(self) -> Iterator[Row]:
         """Save a state several times, each time after a step that donates it."""
         state, step = self._clients() if self.clients else self._arrays()
-        with tempfile.TemporaryDirectory(dir=self.folder) as name:
-            folder = Path(name)
+        with timing.new_folder(self.folder) as folder:
             with Checkpoints(folder, keep=1) as checkpoints:
                 for number in range(self.saves + 1):
                     state = jax.block_until_ready(step(state, number))

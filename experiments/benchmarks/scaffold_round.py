@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-import fedpax
 from fedpax import Cohort
 from fedpax.algorithm import Params
 from fedpax.algorithms import scaffold
@@ -32,7 +32,6 @@ from fedpax.experiments.benchmarks.method_rounds import sample
 from fedpax.experiments.benchmarks.workloads import (
     LEARNING_RATE,
     LOCAL_STEPS,
-    WORKLOADS,
     Sizes,
     Workload,
 )
@@ -112,37 +111,34 @@ class ScaffoldRound(Sizes, Timed):
     )
     bar = f"{MOST:g} of the hand-written round"
 
-    def measure_size(self, devices: int, clients: int) -> list[Row]:
-        workload = WORKLOADS[self.model]()
-        mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
+    def measure_size(self, workload: Workload, mesh: Mesh, clients: int) -> list[Row]:
         sizes: Any = {"cohort_size": clients, "num_clients": self.population, "chunk_size": 1}
         sgd, plain = optax.sgd(LEARNING_RATE), workload.fedavg(clients, chunk_size=1)
         method = scaffold(workload.loss_fn, client_optimizer=sgd, **sizes)
-        with jax.set_mesh(mesh):
-            params, batches, weights = workload.random_arguments(clients, mesh)
-            ids = jnp.asarray(clients_at_home(clients, self.population, devices))
-            cohort = Cohort(batches, weights, client_ids=ids)
-            state = method.init(params)
-            hand = HandState(params, state.control, state.client_controls.rows)
-            own = batches, weights, jax.device_put(ids, P("clients"))
-            by_hand = hand_round(workload, self.population)
-            if self.repetitions:
-                expected, _ = jax.jit(by_hand)(hand, *own)
-                got, _ = jax.jit(method.round)(state, cohort)
-                results = got.params, got.control, got.client_controls.rows
-                check_equal({"by hand": tuple(expected), "fedpax": results})
-                del expected, got, results
-            moving = cohort._replace(client_ids=sample(clients, self.population, devices))
-            average = scan_round(workload.local_train, clients)
-            rounds: dict[str, tuple[Any, ...]] = {
-                FEDAVG: (lambda *arguments: (average(*arguments), None), params, batches, weights),
-                "FedAvg": (plain.round, plain.init(params), cohort),
-                SCAFFOLD: (by_hand, hand, *own),
-                "SCAFFOLD, all at home": (method.round, state, cohort),
-                "SCAFFOLD": (method.round, state, moving),
-            }
-            compiled = {k: timing.compile_for(*fn, repeats=True) for k, fn in rounds.items()}
-            rows = self.compare(compiled, FEDAVG)
+        params, batches, weights = workload.random_arguments(clients, mesh)
+        ids = jnp.asarray(clients_at_home(clients, self.population, mesh.size))
+        cohort = Cohort(batches, weights, client_ids=ids)
+        state = method.init(params)
+        hand = HandState(params, state.control, state.client_controls.rows)
+        own = batches, weights, jax.device_put(ids, P("clients"))
+        by_hand = hand_round(workload, self.population)
+        if self.repetitions:
+            expected, _ = jax.jit(by_hand)(hand, *own)
+            got, _ = jax.jit(method.round)(state, cohort)
+            results = got.params, got.control, got.client_controls.rows
+            check_equal({"by hand": tuple(expected), "fedpax": results})
+            del expected, got, results
+        moving = cohort._replace(client_ids=sample(clients, self.population, mesh.size))
+        average = scan_round(workload.local_train, clients)
+        rounds: dict[str, tuple[Any, ...]] = {
+            FEDAVG: (lambda *arguments: (average(*arguments), None), params, batches, weights),
+            "FedAvg": (plain.round, plain.init(params), cohort),
+            SCAFFOLD: (by_hand, hand, *own),
+            "SCAFFOLD, all at home": (method.round, state, cohort),
+            "SCAFFOLD": (method.round, state, moving),
+        }
+        compiled = {k: timing.compile_for(*fn, repeats=True) for k, fn in rounds.items()}
+        rows = self.compare(compiled, FEDAVG)
         seconds = {row.name: row.seconds for row in rows}
         for row in rows:
             base = SCAFFOLD if "SCAFFOLD" in row.name else FEDAVG

@@ -10,8 +10,6 @@ import dataclasses
 import functools
 import itertools
 import secrets
-import socket
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +24,8 @@ import optax
 
 from fedpax.aggregators import Aggregator, coordinate_median, krum, mean, trimmed_mean
 from fedpax.algorithms import fedavg
-from fedpax.experiments.benchmarks import harness
+from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
-from fedpax.experiments.benchmarks.site_transport import in_process
 from fedpax.sites.contract import CoordinatorRun
 from fedpax.sites.coordinator_program import cohort_types, divide, expected_arrays
 from fedpax.sites.round_rules import RoundRules
@@ -95,11 +92,8 @@ class SiteMemory(Benchmark):
     sites: list[int] = option("4,64", "numbers of sites", harness.integers)
     megabytes: float = option(16.0, "size of the model")
     rounds: int = option(2, "rounds")
-    aggregators: list[str] | None = harness.some(",")
+    aggregators: list[str] | None = harness.some(",", lambda _: AGGREGATORS)
     columns = "aggregator {aggregator:<12} | sites {sites:>5} | peak MB {megabytes:,.0f}"
-
-    def __post_init__(self) -> None:
-        harness.check_names("aggregators", self.aggregators, AGGREGATORS)
 
     def measure(self) -> Iterator[Row]:
         for name, sites in itertools.product(self.aggregators or AGGREGATORS, self.sites):
@@ -112,8 +106,8 @@ class SiteMemory(Benchmark):
         experiment = Federation(training=training, aggregator=aggregator, size=size)
         update = np.random.default_rng(0).random(size, np.float32)
         with (
-            tempfile.TemporaryDirectory() as folder,
-            in_process(_coordinate, experiment, folder, sites) as pipe,
+            timing.new_folder() as folder,
+            timing.in_process(_coordinate, experiment, folder, sites) as pipe,
         ):
             address, identity = pipe.recv()
             with connect(address) as connection, ThreadPoolExecutor(sites) as pool:
@@ -124,13 +118,12 @@ class SiteMemory(Benchmark):
         return peak
 
 
-def _coordinate(pipe: Pipe, experiment: Federation, folder: str, sites: int) -> None:
+def _coordinate(pipe: Pipe, experiment: Federation, folder: Path, sites: int) -> None:
     """Run the coordinator, and send its port and in the end its memory."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    pipe.send((f"127.0.0.1:{port}", identify(experiment, {}, (), {})._asdict()))
+    address = f"127.0.0.1:{timing.free_port()}"
+    pipe.send((address, identify(experiment, {}, (), {})._asdict()))
     rules = RoundRules(sites, 600.0, secure_sums=experiment.aggregator == SECURE_SUMS)
-    run_coordinator(experiment, folder, f"127.0.0.1:{port}", rules=rules, goodbye_seconds=60.0)
+    run_coordinator(experiment, folder, address, rules=rules, goodbye_seconds=60.0)
     # Not ru_maxrss, which begins with the memory of the process that started this one.
     status = Path("/proc/self/status").read_text("utf-8")
     pipe.send(1024.0 * int(status.split("VmHWM:")[1].split()[0]))

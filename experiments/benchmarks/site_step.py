@@ -12,7 +12,6 @@ each. On a CPU, the copies and the transfer take time from the core that compute
 import contextlib
 import multiprocessing
 import os
-import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection as Pipe
@@ -24,7 +23,6 @@ import numpy as np
 
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
-from fedpax.experiments.benchmarks.site_transport import in_process
 from fedpax.experiments.benchmarks.workloads import changed
 from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText, decoupled_diloco_text
 from fedpax.islands.island.island import Island
@@ -57,10 +55,12 @@ class SiteStep(Benchmark):
     def measure(self) -> list[Row]:
         """Run a syncer and an island in processes of their own, and time the island's steps."""
         context = multiprocessing.get_context("spawn")
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
+        with timing.new_folder() as folder:
             make_certificates(folder / "certificates", ["localhost", "site"])
-            with in_process(self._serve, folder) as pipe, ProcessPoolExecutor(1, context) as island:
+            with (
+                timing.in_process(self._serve, folder) as pipe,
+                ProcessPoolExecutor(1, context) as island,
+            ):
                 return [island.submit(self._train, pipe.recv(), folder).result()]
 
     def _experiment(self) -> DecoupledDiLoCoText:

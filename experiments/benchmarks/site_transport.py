@@ -8,21 +8,17 @@ between a syncer and its islands. With several islands, each has its connection 
 one process, and the rate is their sum.
 """
 
-import contextlib
 import itertools
-import multiprocessing
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from fedpax.experiments.benchmarks import harness
+from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.transport.calls import Connection, connect, serve
 from fedpax.transport.certificates import make_certificates
@@ -42,31 +38,16 @@ class SiteTransport(Benchmark):
     )
 
     def measure(self) -> Iterator[Row]:
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary) / "certificates"
+        with timing.new_folder() as temporary:
+            folder = temporary / "certificates"
             make_certificates(folder, ["localhost", "site"])
             for islands, tls in itertools.product(self.islands, (False, True)):
                 certificates = folder / "site" if tls else None
-                with in_process(_serve, folder / "localhost" if tls else None) as pipe:
+                with timing.in_process(_serve, folder / "localhost" if tls else None) as pipe:
                     address = f"localhost:{pipe.recv()}"
                     links = [connect(address, certificates=certificates) for _ in range(islands)]
                     for size in self.megabytes:
                         yield _rate(links, tls, size, self.repeats)
-
-
-@contextlib.contextmanager
-def in_process(target: Callable[..., None], *arguments: Any) -> Iterator[Pipe]:
-    """Run a function in a new process until the block ends, with a pipe to it."""
-    context = multiprocessing.get_context("spawn")
-    pipe, other_end = context.Pipe()
-    process = context.Process(target=target, args=(other_end, *arguments), daemon=True)
-    process.start()
-    other_end.close()
-    try:
-        yield pipe
-    finally:
-        process.kill()
-        process.join()
 
 
 def _rate(connections: list[Connection], tls: bool, megabytes: float, repeats: int) -> Row:

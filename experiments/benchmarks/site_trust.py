@@ -189,14 +189,11 @@ class SiteTrust(Benchmark):
     alpha: float = option(0.0, "labels differ by Dirichlet(alpha); 0: they do not differ")
     rounds: int = option(20, "rounds")
     seeds: list[int] = option("0,1,2", "seeds, such as 0,1,2", harness.seeds)
-    attacks: list[str] | None = harness.some(";")
+    attacks: list[str] | None = harness.some(";", lambda _: ATTACKS)
     columns = (
         "attack {attack} | guard {guard} | accuracy {accuracy:.1%} "
         "| rounds in which it was dropped {caught:.0%} | honest sites dropped {wrong:.1%}"
     )
-
-    def __post_init__(self) -> None:
-        harness.check_names("attacks", self.attacks, ATTACKS)
 
     def measure(self) -> Iterator[Row]:
         federation = Federation(self.sites)

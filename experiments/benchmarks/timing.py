@@ -1,14 +1,21 @@
-"""Timing of interleaved calls of functions, with paired ratios, and of their compilation."""
+"""Timing of interleaved calls, of compilation and of processes, and what processes need."""
 
+import contextlib
 import functools
 import importlib.util
 import multiprocessing
 import random
 import resource
+import socket
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -91,6 +98,43 @@ def children_cpu_seconds() -> float:
     """Return the CPU seconds of the processes that this one has started and that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+def run_python(*arguments: str) -> tuple[float, float, str]:
+    """Run Python to its end; return its seconds, its CPU seconds and its output."""
+    began, before = time.perf_counter(), children_cpu_seconds()
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return time.perf_counter() - began, children_cpu_seconds() - before, done.stdout
+
+
+def free_port() -> int:
+    """Return a port of this machine that no program listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
+
+
+@contextlib.contextmanager
+def new_folder(inside: str | None = None) -> Iterator[Path]:
+    """Make a temporary folder, in another folder if one is given, and remove it at the end."""
+    with tempfile.TemporaryDirectory(dir=inside) as name:
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def in_process(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
+    """Run a function in a new process until the block ends, with a pipe to it."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other_end = context.Pipe()
+    process = context.Process(target=target, args=(other_end, *arguments), daemon=True)
+    process.start()
+    other_end.close()
+    try:
+        yield pipe
+    finally:
+        process.kill()
+        process.join()
 
 
 def on_devices(

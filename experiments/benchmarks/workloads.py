@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import chex
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+import fedpax
 from fedpax import algorithms
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.experiments.benchmarks import timing
@@ -149,8 +150,13 @@ class FedAvgCNN(nnx.Module):
         return self.dense_1(nnx.relu(self.dense_0(x.reshape(len(x), -1))))
 
 
+def mlp_workload(*sizes: int) -> Workload:
+    """Make the workload of a multilayer perceptron with layers of these sizes."""
+    return Workload(mlp(MLPConfig(layer_sizes=sizes)), sizes[:1], sizes[-1])
+
+
 WORKLOADS: dict[str, Callable[[], Workload]] = {
-    "mlp": lambda: Workload(mlp(MLPConfig(layer_sizes=(784, 200, 10))), (784,), 10),
+    "mlp": lambda: mlp_workload(784, 200, 10),
     "cnn": lambda: Workload(cnn(CNNConfig(num_classes=62)), (28, 28, 1), 62),
     "pfllib_cnn": lambda: Workload(to_functional(FedAvgCNN), (28, 28, 1), 10),
 }
@@ -166,9 +172,17 @@ class Sizes(Benchmark):
     def measure(self) -> Iterator[Row]:
         for devices, clients in itertools.product(self.devices, self.clients):
             sizes = {"model": self.model, "devices": devices, "clients": clients}
-            for row in timing.on_devices(devices, self.measure_size, devices, clients):
+            for row in timing.on_devices(devices, self.measure_on, devices, clients):
                 yield Row(**sizes, **vars(row))
 
-    @abc.abstractmethod
-    def measure_size(self, devices: int, clients: int) -> list[Row]:
+    def measure_on(self, devices: int, clients: int) -> list[Row]:
         """Return the rows of one size, without the options that `measure` adds."""
+        found = jax.devices()[:devices]
+        mesh = fedpax.make_mesh(devices=found, clients=devices)
+        with jax.set_mesh(mesh):
+            rows = self.measure_size(WORKLOADS[self.model](), mesh, clients)
+            return [Row(device=found[0].device_kind, **vars(row)) for row in rows]
+
+    @abc.abstractmethod
+    def measure_size(self, workload: Workload, mesh: Mesh, clients: int) -> Iterable[Row]:
+        """Yield the rows of one size. The mesh is set."""

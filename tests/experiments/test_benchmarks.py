@@ -131,7 +131,7 @@ def test_a_wrong_gradient_raises(monkeypatch):
 
     monkeypatch.setattr(gradient, "make_round", wrong)
     with pytest.raises(AssertionError, match="fedpax differs from plain JAX"):
-        Gradient(model="tiny", repetitions=1).measure_size(1, 4)
+        Gradient(model="tiny", repetitions=1).measure_on(1, 4)
 
 
 @pytest.mark.slow

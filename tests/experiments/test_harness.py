@@ -2,6 +2,7 @@
 
 import functools
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +17,9 @@ from fedpax.experiments.benchmarks.workloads import Sizes
 class Plain(Timed):
     sizes: list[int] = option("2,8", "sizes", harness.integers)
     limit: int | None = option(None, "the largest size", int)
+    repetitions: int = option(5, "timed calls of each", least=1)
     columns = "size {size:4} | median s {seconds:.1f} | ratio {ratio:.2f} | memory {memory:bytes}"
     bar = "at most the limit"
-
-    def __post_init__(self) -> None:
-        harness.check_at_least(1, repetitions=self.repetitions)
 
     def measure(self) -> Iterator[Row]:
         for size in self.sizes:
@@ -148,12 +147,33 @@ def test_help_has_the_description_and_the_defaults(capsys: pytest.CaptureFixture
 
 
 def test_unknown_names_are_told_with_the_known_ones() -> None:
-    harness.check_names("methods", None, ["a"])
-    harness.check_names("methods", ["a"], ["a"])
+    class Chosen(Plain):
+        names: list[str] | None = harness.some(",", lambda own: [f"of {own.limit}", "b"])
+
+    assert Chosen().names is None
+    assert Chosen(limit=3, names=["of 3"]).names == ["of 3"]
+    with pytest.raises(ValueError, match=r"unknown names \['of 4'\]; choose from of 3, b"):
+        Chosen(limit=3, names=["of 4"])
     with pytest.raises(ValueError, match=r"unknown methods \['c'\]; choose from a, b"):
         harness.check_names("methods", ["c", "a"], ["a", "b"])
     with pytest.raises(ValueError, match=r"choose from a \(1, 2\); b"):
         harness.check_names("methods", ["c"], ["a (1, 2)", "b"])
+
+
+def test_the_smallest_of_several_numbers_is_checked() -> None:
+    class AtLeast(Plain):
+        sizes: list[int] = option("2,8", "sizes", harness.integers, least=2)
+
+    assert AtLeast(sizes=[3, 2]).sizes == [3, 2]
+    with pytest.raises(ValueError, match="--sizes is 1, expected at least 2"):
+        AtLeast(sizes=[3, 1])
+
+
+def test_a_process_of_python_is_timed_and_its_output_is_returned() -> None:
+    seconds, cpu_seconds, output = timing.run_python("-c", "print(sum(range(10**6)))")
+    assert output == "499999500000\n" and 0 < cpu_seconds and 0 < seconds
+    with pytest.raises(subprocess.CalledProcessError):
+        timing.run_python("-c", "raise SystemExit(3)")
 
 
 def test_a_benchmark_without_its_measurement_cannot_be_made() -> None:

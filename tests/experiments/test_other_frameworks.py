@@ -73,7 +73,7 @@ def fake_library(monkeypatch, tmp_path):
 def measure(devices, method="fedavg", **pythons):
     """Measure a round of 4 clients."""
     settings = {"model": "tiny", "method": method, "repetitions": 1, **pythons}
-    return other_frameworks.OtherFrameworks(**settings).measure_size(devices, 4)
+    return other_frameworks.OtherFrameworks(**settings).measure_on(devices, 4)
 
 
 @pytest.mark.slow

@@ -185,11 +185,11 @@ def test_the_table_has_the_best_setting_of_each_method(capsys):
 
 
 def test_each_setting_that_was_tried_is_printed(capsys, monkeypatch):
-    def train_method(name, setting, experiment, seeds, num_rounds):
+    def train(self, name, setting, experiment, rounds):
         rate = experiment.client_learning_rate
         return personal_methods.make_row(name, setting, rate, [rate + len(setting) / 100], [])
 
-    monkeypatch.setattr(personal_methods, "train_method", train_method)
+    monkeypatch.setattr(personal_methods.PersonalMethods, "train", train)
     personal_methods.main(["--methods=alone,apfl", "--rates=0.1,0.3"])
     tried = capsys.readouterr().out.partition("\n| ")[0].splitlines()
     assert tried[:3] == [
@@ -204,7 +204,7 @@ def test_each_setting_that_was_tried_is_printed(capsys, monkeypatch):
     ("argument", "words"),
     [
         ("--methods=fedavg,hyp", "unknown methods"),
-        ("--rounds=0", "invalid integer value"),
+        ("--rounds=0", "expected at least 1"),
         ("--seeds=a", "expected integers"),
     ],
 )

@@ -130,9 +130,8 @@ class Report(Protocol):
 class AlgorithmParts(NamedTuple):
     """A multi-island method in parts: the inner steps of one island, and the merge at a syncer.
 
-    `FederatedAlgorithm` runs all islands as one program. Islands with runtimes of their own
-    (`fedpax.islands`) need the parts: each island takes the same inner steps on its own devices,
-    and a syncer merges one fragment of the model after another.
+    Islands with runtimes of their own (`fedpax.islands`) need the parts: each takes the same inner
+    steps on its own devices, and a syncer merges one fragment of the model after another.
 
     A round has P merges, one per fragment. After every `steps_per_sync` inner steps, an island
     sends the fragment that is merged next. When `quorum` islands have sent it, the syncer waits at
@@ -148,19 +147,8 @@ class AlgorithmParts(NamedTuple):
         make_fragments: `params -> fragments`; only the parameters' structure and shapes are read.
         outer_optimizer: steps each fragment of the outer model, with one state per fragment.
         aggregator: merges the islands' outer gradients of a fragment, weighted by tokens^2 / steps.
-        steps_per_sync: S, inner steps between two updates of an island.
-        codec: the format of an update on the wire. Default None: float32.
-        error_feedback: whether an island adds the codec's error to its next update of the same
-            fragment. Default False.
-        quorum: K, number of islands that must send a fragment before it is merged; islands of one
-            certificate count once. Default 1.
-        grace_seconds: the most seconds that the syncer waits after the quorum. Default 0.0.
-        max_steps_ahead: the most inner steps that an island takes after the last merge that it has
-            received; then it waits. At least S. With S, islands wait for each merge, as in one
-            program without delay. Default None: 32 S.
-        max_staleness: an update is dropped if its fragment was merged more often than this since
-            the island took the update's first step. Default 4.
-        max_norm: an update with a larger L2 norm is dropped. Default None: any norm up to 1e18.
+        steps_per_sync: this and the further fields as in
+            `fedpax.algorithms.decoupled_diloco_parts`.
     """
 
     islands: int

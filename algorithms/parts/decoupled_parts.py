@@ -71,8 +71,11 @@ def decoupled_diloco_parts(
         quorum: K, number of islands that must send a fragment before it is merged; islands of one
             certificate count once. Default 1.
         grace_seconds: the most seconds that the syncer waits after the quorum. Default 0.0.
-        max_steps_ahead: as in `AlgorithmParts`. Default None: 32 S.
-        max_staleness: as in `AlgorithmParts`. Default 4 merges of the fragment.
+        max_steps_ahead: the most inner steps that an island takes after the last merge that it has
+            received; then it waits. At least S. With S, islands wait for each merge, as in one
+            program without delay. Default None: 32 S.
+        max_staleness: an update is dropped if its fragment was merged more often than this since
+            the island took the update's first step. Default 4.
         max_norm: an update with a larger L2 norm is dropped. Default None: up to 1e18.
 
     Returns:

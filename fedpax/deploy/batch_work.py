@@ -85,13 +85,9 @@ class EachClient(NamedTuple):
 class BatchWork(NamedTuple):
     """What each process of a job needs, to be pickled.
 
-    Attributes:
-        noise_key: the key of the server's noise, the same where a round is repeated.
-        open_clients: opens the clients; called once in each process.
-        data: the name of each own value that is data, and its leaf of the data.
-        states: by `PARTICIPANT` and by `CLIENT`, the names of the values kept between rounds.
-        first: the encoded states of a member that has not kept any.
-        replaced: name of a result -> name of the argument of the next round.
+    `noise_key` is the key of the server's noise, the same where a round is repeated. `data` has the
+    name and leaf of each own value that is data; `states`, by `PARTICIPANT` and `CLIENT`, the names
+    of values kept between rounds, which are `first` at first.
     """
 
     job: str

@@ -101,12 +101,9 @@ def operand_bytes_along(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
     """Sum the operand bytes that one device passes to collectives along a mesh axis."""
     # The operand bytes of each collective whose groups span `axis`, times its executions, on the
     # device with the largest sum.
-    # - These are not the bytes on the network, which depend on the algorithm. On a ring of n
-    #   devices, each device sends 2 (n - 1) / n times the operand in an all-reduce, and n - 1 times
-    #   in an all-gather.
+    # - These are not the bytes on the network, which depend on the algorithm.
     # - A collective over `axis` and another axis counts in full.
-    # - Rows of a client store that move in the loop over a cohort are left out: their number
-    #   depends on the cohort.
+    # - Rows of a client store that move in a loop are left out: they depend on the cohort.
     # - Dtypes are as in the compiled program: a CPU sends bfloat16 as float32, and a TPU pads
     #   small operands that it sends between slices.
     totals = np.zeros(mesh.size, np.int64)

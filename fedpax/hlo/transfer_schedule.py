@@ -52,13 +52,11 @@ Event: TypeAlias = Work | Start | Completion | Loop
 
 def schedule(module: Module) -> tuple[Event, ...]:
     """List the transfers between slices and the matmuls of a program, in their scheduled order."""
-    # A compiled text is a schedule: a device executes the instructions in their order. A transfer
-    # is in flight from its last `send` or `recv` to its first `send-done` or `recv-done`. A
-    # transfer that completes in another computation, such as in the next iteration of a loop,
-    # counts as completed at the end of the computation that starts it. Matmuls between two other
-    # events are one `Work`, loops without transfers included. Calls are inlined. One branch of a
-    # conditional is listed: if branches have transfers, the one of these with the most FLOPs,
-    # otherwise the one of all.
+    # A device executes a compiled text in its order. A transfer is in flight from its last `send`
+    # or `recv` to its first `send-done` or `recv-done`, or to the end of the computation that
+    # starts it. Matmuls between two other events are one `Work`, loops without transfers included.
+    # Calls are inlined. One branch of a conditional is listed: the one with the most FLOPs, if
+    # branches have transfers of these.
     trips = trip_counts.trip_counts(module)
 
     @functools.cache

@@ -30,16 +30,12 @@ class MixtureOfExperts(nnx.Module):
     # capacity: one expert may get all tokens.
     # On a mesh each device routes and sorts its own tokens.
     # - The axis `expert` shards the experts and the batch. A device all-gathers the tokens of the
-    #   other devices along it, computes its own experts, and the outputs are reduce-scattered. With
-    #   n tokens on each of D devices, a device sends and receives (D - 1) n vectors each. An
-    #   all-to-all of the chosen tokens alone would move k (D - 1) n / D vectors each way, which is
-    #   less if D > k. Either way a device allocates D n min(k, experts per device) rows, because
-    #   all tokens may choose its experts; it computes only the rows in use. The axis should be as
-    #   small as memory allows, beside `fsdp`.
-    # - The axis `fsdp` shards the experts' parameters like the parameters of other layers. They are
-    #   all-gathered before a matmul and again in the backward pass, and their gradients are
-    #   reduce-scattered.
-    # - The axis `tensor` shards the hidden features of each expert.
+    #   other devices along it, computes its own experts, and the outputs are reduce-scattered: for
+    #   n tokens on each of D devices (D - 1) n vectors each way. An all-to-all of the chosen tokens
+    #   alone would move k (D - 1) n / D, which is less if D > k. So this axis should be small. A
+    #   device allocates D n min(k, experts per device) rows, because all tokens may choose its
+    #   experts; it computes only the rows in use.
+    # - The axis `fsdp` shards the experts' parameters, `tensor` each expert's hidden features.
     # Jiang et al., "Mixtral of Experts" (arXiv:2401.04088), section 2.1; Gale et al., "MegaBlocks"
     # (arXiv:2211.15841), on computing without dropped tokens.
 
@@ -135,18 +131,13 @@ def routing_losses(
     #     f_e = number of choices that fell on expert e / (k T),
     #     P_e = mean over tokens of softmax(logits)_e,
     #     router_z = mean over tokens of logsumexp(logits)^2.
-    # f has no gradient. `load_balance` is 1 if all experts are chosen equally often, for every k.
-    # It is E / k if every token chooses the same k experts and softmax puts all probability on
-    # them. `axes`: manual mesh axes that shard the tokens.
-    # Relation to other definitions:
-    # - Switch Transformers (arXiv:2101.03961), equations 4 to 6, define alpha E sum f_e P_e with k
-    #   = 1 and add it for every layer: alpha times this value. `transformer_loss` averages over
-    #   layers, so Switch's alpha = 0.01 is `load_balance_weight=0.01 * num_layers`.
-    # - Mixtral in Hugging Face Transformers (`load_balancing_loss_func`) divides the number of
-    #   choices by T and not by k T. For one layer it is k times this value, so its factor
-    #   `router_aux_loss_coef=c` is `load_balance_weight=k * c` here. For several layers it averages
-    #   f and P over all layers before it multiplies them, so layers that prefer different experts
-    #   cancel. Here each layer is balanced by itself.
+    # f has no gradient. `load_balance` is 1 if all experts are chosen equally often, for every k,
+    # and at most E / k. `axes`: manual mesh axes that shard the tokens.
+    # - Switch Transformers (arXiv:2101.03961), equations 4 to 6, add alpha times this value, with k
+    #   = 1, for every layer: alpha = 0.01 is `load_balance_weight=0.01 * num_layers`.
+    # - `router_aux_loss_coef=c` of Mixtral in Hugging Face Transformers is
+    #   `load_balance_weight=k * c`. It averages f and P over all layers before it multiplies them.
+    #   Here each layer is balanced by itself.
     # router_z: Zoph et al., "ST-MoE" (arXiv:2202.08906), equation 5.
     num_experts = logits.shape[-1]
     is_chosen = chosen[..., None] == jnp.arange(num_experts)

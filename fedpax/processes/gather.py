@@ -120,14 +120,12 @@ SECONDS_TO_FAIL = 10.0
 class ControlChannel(AbstractContextManager["ControlChannel"]):
     """A connection of process 0 with each other process, beside the devices; a context manager."""
 
-    # A collective runs on the devices, after all programs that were dispatched before it. The
-    # channel does not wait for them: processes can agree on their next programs while the devices
-    # compute. If a process ends without closing its channel, or is silent, every process that is
-    # connected with it calls `on_end`, in a thread, with a description. If it closes its channel
-    # because of an error, they call it ten seconds later, unless they have closed their channels by
-    # then. All processes must make the channel at the same point of their programs. By default a
-    # process counts as silent after 40 seconds, because `jax.distributed` aborts processes 50 to
-    # 100 seconds after one is silent.
+    # Unlike a collective, the channel does not wait for programs that were dispatched before. If a
+    # process ends without closing its channel, or is silent, every process that is connected with
+    # it calls `on_end`, in a thread; if it closes the channel because of an error, ten seconds
+    # later, unless they have closed theirs. All processes must make the channel at the same point
+    # of their programs. A process counts as silent after 40 seconds, because `jax.distributed`
+    # aborts processes 50 to 100 seconds after one is silent.
 
     def __init__(self, on_end: Callable[[str], None], silence: float = 40.0) -> None:
         self._on_end, self._silence = on_end, silence

@@ -45,19 +45,12 @@ class CoordinatorRun(NamedTuple):
     """A run as its coordinator sees it, without data.
 
     Attributes:
-        algorithm: the method.
-        init: `key -> params`.
-        cohort_size: number of clients in a round, at most.
-        sample: `(round, present) -> clients`, the numbers of the clients of a round, counted from
-            0, among the clients that are present, booleans `[clients]`.
-        initial: the initial parameters, if they are read from a folder. Default None: `init`.
-        frozen: types of what the round takes as its third argument, such as the model below
-            adapters. Each site has a copy, and it is in no message. Default None: the round has two
-            arguments.
-        accountant: tells the epsilon of a site from the number of private releases that it was part
-            of. Default None: the method is not private.
-        batches: types of a batch, `[batch, ...]` for each field. Default None: what most sites
-            have.
+        sample: `(round, present) -> clients`, the numbers of the clients of a round, among the
+            clients that are present, booleans `[clients]`.
+        initial: the initial parameters, if they are read from a folder.
+        frozen: types of the round's third argument, of which each site has a copy: in no message.
+        accountant: tells the epsilon of a site from the number of its private releases.
+        batches: types of a batch, `[batch, ...]` for each field. None: what most sites have.
         notes: lines that the coordinator prints when it starts.
     """
 
@@ -76,21 +69,15 @@ class SiteRun(NamedTuple):
     """A run as one of its sites sees it.
 
     Attributes:
-        algorithm: the method.
-        init: `key -> params`.
-        cohort_size: number of clients in a round, at most.
         draw: `(round, clients) -> cohort` of `cohort_size` rows with the batches of some of the
             site's own clients; other rows have the id -1.
-        evaluate: `params -> metrics` on the site's held-out examples; None without any.
-        num_heldout: number of held-out examples, the weight of the metrics.
-        names: names of the site's own clients in the order of their numbers, each once. The states
-            of a client are kept under its name, so files can be added, removed and reordered.
-        frozen: the third argument of the round. Default None: it has two.
-        evaluate_personal: `state -> metrics` of a model of each client's own on its held-out
-            examples; the state has what the clients keep. Default None: there are none.
-        fine_tune: `params -> params`, the model after the local steps of one more round of this
-            site's clients alone. Default None: there is none.
-        notes: lines that the site prints, such as the number of missing values that are filled.
+        evaluate: `params -> metrics` on the site's `num_heldout` held-out examples.
+        names: names of the site's own clients in the order of their numbers, each once. States are
+            kept under them, so files can be added, removed and reordered.
+        frozen: the round's third argument, if it has one.
+        evaluate_personal: `state -> metrics` of each client's own model, from what clients keep.
+        fine_tune: `params -> params`, the local steps of one more round of this site's clients.
+        notes: lines that the site prints.
     """
 
     algorithm: FederatedAlgorithm

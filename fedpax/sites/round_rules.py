@@ -13,29 +13,7 @@ from fedpax.sites.update_filters import parse_accept_if
 
 
 class RoundRules(NamedTuple):
-    """When a round ends, and what its clients weigh.
-
-    Attributes:
-        min_sites: number of sites that the first round waits for, and that each round needs.
-        round_seconds: seconds after which a stage of a round waits for no further site.
-        weights: "examples", "equal" for each client, or "capped:N", at most N examples.
-        down: codec of what the coordinator sends to all sites: "float32", or "e3m0", "drive"
-            or "sign", which send differences against what sites have.
-        up: codec of the sums that a site sends, one of the codecs of `down`. What a sum
-            loses stays at the site and is part of its next sum.
-        missed_rounds: number of missed deadlines of a site after which no round waits for it. A
-            round that it answers takes one back.
-        clients_per_site: number of clients that a site may have at most.
-        silent_after: seconds without a message after which no round waits for a site.
-        norm_factor: the reply of a site is dropped if it changes the model by a norm of more than
-            so many medians of recent norms. Default None: no limit.
-        accept_if: a rule of `fedpax.sites.update_filters.parse_accept_if`, such as "loss+0.01", by
-            which the coordinator drops replies that harm the model on its held-out examples.
-            Default None: no rule.
-        secure_sums: whether the terms of sites are summed securely (`fedpax.secure_sums`).
-        secure_threshold: number of sites that have to stay until a secure sum is done. Default
-            None: one more than half of the sites that begin it.
-    """
+    """When a round ends, and what its clients weigh: flags of `fedpax syncer`."""
 
     min_sites: int = 2
     round_seconds: float = 600.0

@@ -38,10 +38,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     """The rounds of a run, from the newest checkpoint in its folder on; a context manager.
 
     Resuming and rolling back both call `start`, so a kill after a roll back changes no result.
-
-    Attributes:
-        done: number of rounds that are completed or dispatched to the devices.
-        evaluation: the newest held-out metrics of this process, or None.
+    `done` counts rounds that are completed or dispatched to the devices.
     """
 
     def __init__(

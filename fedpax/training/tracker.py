@@ -60,13 +60,9 @@ class TrackedPosition(NamedTuple):
 class Tracker(AbstractContextManager["Tracker"]):
     """A thread that sends the lines of `metrics.jsonl` to a tracker; a context manager.
 
-    `add` only appends to a queue, which waits for a server that cannot be reached. `tracker.json`
-    in the run's folder has the id of the tracked run and the rounds that it has: a later process
-    continues it, and sends no line twice.
-
-    Attributes:
-        enabled: whether lines are sent.
-        finished: whether the run has trained all its rounds; set it before the end.
+    `add` appends to a queue, which waits for a server that cannot be reached. `tracker.json` in the
+    run's folder has the tracked run's id and rounds: a later process continues it, and sends no
+    line twice. Set `finished` before the end, if the run has trained all its rounds.
     """
 
     def __init__(

@@ -24,15 +24,8 @@ from fedpax.transforms.marks import SENT
 class CodedStage:
     """A stage whose terms are decoded by the server.
 
-    A compressed mean encodes an update and decodes it at once, so the terms of a participant are
-    float32. Here the participant ends with the encoded words, and what else the terms need; the
-    server goes on from these.
-
-    Args:
-        stage: the stage.
-        head: as the stage's body, with `values` in place of terms.
-        tail: `(index, *unplaced, *slices, *values) -> sent terms`.
-        values: what a participant sends.
+    A compressed mean encodes an update and decodes it at once. Here the participant (`head`) ends
+    with the encoded words and what else the terms need, `values`; the server goes on (`tail`).
     """
 
     def __init__(

@@ -11,9 +11,8 @@ from fedpax.transforms.streaming_plan import Atom, StreamingPlan
 class ServerParts:
     """The server's work between loops: part s runs between the loops of phases s - 1 and s.
 
-    Attributes:
-        inputs: for each part, the values that it needs and does not compute.
-        results: for each part, its values that other parts or loops need, or the program returns.
+    `inputs` are the values that a part needs and does not compute, and `results` its values that
+    other parts or loops need, or the program returns.
     """
 
     def __init__(self, plan: StreamingPlan) -> None:

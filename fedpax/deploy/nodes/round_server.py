@@ -56,14 +56,10 @@ class SecureSum(Protocol):
 
 
 class Rules(NamedTuple):
-    """When a round ends.
+    """When a round ends. `quorum` and `enough` are participants, 0: all; times are in seconds.
 
-    Attributes:
-        quorum: the fewest participants that must answer. 0: all participants of a round.
-        enough: the round ends once this many have answered (over-selection: the rest is not
-            waited for). 0: all that were asked.
-        deadline: seconds after which the round ends if `quorum` have answered. 0: none.
-        wait: seconds to wait for nodes, at the start and if fewer than `quorum` are connected.
+    Once `enough` have answered, it ends, or with `quorum` at the `deadline`. `wait` is for nodes,
+    at the start and if fewer than `quorum` are connected.
     """
 
     quorum: int = 0

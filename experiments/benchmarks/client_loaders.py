@@ -3,20 +3,23 @@
     python -m fedpax.experiments.benchmarks.client_loaders --clients=1000
 
 Every library reads the same clients in new arrays, shuffled within a client, in one batch each, as
-uint8 images of 28 x 28; fedpax also as float32. CPU times of interleaved calls are compared with
-the time to copy these arrays. A library that is not installed is left out: use an environment with
-`fedjax` and `pfl` (both without their pinned dependencies) and `datasets`.
+uint8 images of 28 x 28; fedpax also as float32, and from a prepared folder. CPU times of
+interleaved calls are compared with the time to copy these arrays. A library that is not installed
+is left out: use an environment with `fedjax` and `pfl` (both without their pinned dependencies) and
+`datasets`.
 """
 
 import functools
 import importlib
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.data import ClientSampler, cohort_rounds, load
+from fedpax.data import ClientSampler, cohort_rounds, load, prepare
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.populations.client_arrays import ContiguousClients
@@ -27,17 +30,30 @@ Chosen = NDArray[np.int64]
 
 def fedpax_reader(images: Images, cohort: int, dtype: Any = np.uint8) -> Callable[[Chosen], Any]:
     """Return a function that reads a round of fedpax, which samples the clients itself."""
+    return _read_rounds(load(_columns(images), client="client"), cohort, dtype)
+
+
+def prepared_reader(images: Images, cohort: int) -> Callable[[Chosen], Any]:
+    """Return a function that reads a round of fedpax from a prepared folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        np.savez(Path(folder, "images.npz"), allow_pickle=False, **_columns(images))
+        prepared = prepare(Path(folder, "images.npz"), Path(folder, "prepared"), client="client")
+        return _read_rounds(prepared.source, cohort, np.uint8)  # its file stays mapped
+
+
+def _columns(images: Images) -> dict[str, NDArray[Any]]:
     clients, count = images.shape[:2]
-    columns = {
-        "client": np.repeat(np.arange(clients), count),
-        "image": images.reshape(-1, *images.shape[2:]),
-    }
-    source: Any = load(columns, client="client")
+    examples = images.reshape(-1, *images.shape[2:])
+    return {"client": np.repeat(np.arange(clients), count), "image": examples}
+
+
+def _read_rounds(source: Any, cohort: int, dtype: Any) -> Callable[[Chosen], Any]:
+    clients = ContiguousClients(source.client_starts)
     rounds = cohort_rounds(
         source,
-        ContiguousClients(source.client_starts),
-        ClientSampler(clients, cohort),
-        batch_size=count,
+        clients,
+        ClientSampler(len(clients), cohort),
+        batch_size=int(clients.sizes().max()),
         preprocess=lambda fields: {"image": fields["image"].astype(dtype, copy=False)},
     )
     return lambda chosen: next(rounds).batches["image"]
@@ -89,6 +105,7 @@ def datasets_reader(images: Images, cohort: int) -> Callable[[Chosen], Any]:
 FLOATS = "fedpax, as float32"
 READERS: dict[str, Callable[[Images, int], Callable[[Chosen], Any]]] = {
     "fedpax": fedpax_reader,
+    "fedpax, prepared": prepared_reader,
     FLOATS: functools.partial(fedpax_reader, dtype=np.float32),
     "FedJAX": fedjax_reader,
     "pfl": pfl_reader,

@@ -195,23 +195,25 @@ class _MappedRows:
     def __init__(
         self, whole: Any, like: NDArray[Any], starts: Int64[np.ndarray, " batches"]
     ) -> None:
-        self._dtype, self._starts, size = like.dtype, starts, like.nbytes // len(like)
-        self._size, unit = size, 1
-        if like.ndim == 1 and not (starts % size).any():
-            unit, self._starts = size, starts // size
-        self._contiguous = unit == size
-        kind = like.dtype if self._contiguous else f"V{size}"
-        count = (whole.size - size) // unit + 1
-        self._values: NDArray[Any] = np.ndarray((count,), kind, whole, strides=(unit,))
+        size = like.nbytes // len(like)
+        first = int(starts[0]) % size
+        self._dtype, self._size, self._is_number = like.dtype, size, like.ndim == 1
+        self._on_grid = not ((starts - first) % size).any()  # as `RowGrid` places them
+        unit, first = (size, first) if self._on_grid else (1, 0)
+        self._starts = (starts - first) // unit
+        kind = like.dtype if self._is_number and self._on_grid else np.dtype(f"V{size}")
+        count = (whole.size - first - size) // unit + 1
+        self._values: NDArray[Any] = np.ndarray((count,), kind, whole, first, (unit,))
 
     def gather(self, rows: Rows, memory: ReusedMemory) -> NDArray[Any]:
-        if not self._contiguous:  # `take` would copy all of them first
+        if not self._on_grid:  # `take` would copy all of them first
             taken: NDArray[Any] = self._values[rows.places(self._starts, self._size)]
             return taken.view(self._dtype)
         places = rows.places(self._starts)
-        self._values.take(places[::_CLOSE], mode="clip")  # misses of the cache overlap
-        values = memory.empty((rows.count,), self._dtype)
-        return self._values.take(places, 0, values, "clip")
+        if self._is_number:
+            self._values.take(places[::_CLOSE], mode="clip")  # misses of the cache overlap
+        values = memory.empty((rows.count,), self._values.dtype)
+        return self._values.take(places, 0, values, "clip").view(self._dtype)
 
 
 def _whole_buffer(buffer: Any) -> Any:

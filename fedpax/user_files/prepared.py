@@ -30,6 +30,7 @@ from fedpax.user_files.columns import is_scalar, numpy_dtype, to_numpy
 from fedpax.user_files.finding import is_url
 from fedpax.user_files.folders import PREPARED
 from fedpax.user_files.gathering import Records
+from fedpax.user_files.row_grid import RowGrid
 from fedpax.user_files.table_source import ClientNames, TableSource
 
 EXAMPLES, CLIENTS = "examples.arrow", "clients.arrow"
@@ -47,12 +48,13 @@ def write_prepared(
     client = about["client"]
     index = _ClientIndex()
     rows = 0
-    with ipc.new_file(str(folder / EXAMPLES), schema) as writer:
+    with pa.OSFile(str(folder / EXAMPLES), "wb") as sink, ipc.new_file(sink, schema) as writer:
+        grid = RowGrid(schema, sink)
 
         def write(table: pa.Table) -> None:
             nonlocal rows
             for batch in table.combine_chunks().to_batches():
-                writer.write_batch(batch)
+                writer.write_batch(batch, custom_metadata=grid.metadata(batch))
                 rows += len(batch)
 
         waiting = schema.empty_table()

@@ -149,5 +149,5 @@ def test_a_scalar_of_each_participant_meets_literals(step):
 
     with jax.set_mesh(fedpax.make_mesh(clients=8)):
         out = jax.jit(program)(x)
-    expected = jax.vmap(step)(x), jax.vmap(jax.grad(step))(x)
+    expected = jax.jit(lambda x: (jax.vmap(step)(x), jax.vmap(jax.grad(step))(x)))(x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), out, expected)

@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import numpy as np
 import pytest
 
 from fedpax.sites import coordinator_program
@@ -23,7 +24,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def divided_once() -> Iterator[None]:
-    """Divide the same function for arguments of the same types once.
+    """Divide functions of the same equations and constants once.
 
     Else the coordinator and each site of a test would trace, lower and load the same stages.
     """
@@ -35,7 +36,12 @@ def divided_once() -> Iterator[None]:
         key = (program, tree, *types, *known)
         with lock:
             if key not in divided:
-                divided[key] = divide(program, *args, known=known)
+                traced = jax.make_jaxpr(program)(*args)
+                constants = [np.asarray(x).tobytes() for x in traced.consts]
+                equations = (str(traced.jaxpr), *constants, *key[1:])
+                if equations not in divided:
+                    divided[equations] = divide(program, *args, known=known)
+                divided[key] = divided[equations]
             return divided[key]
 
     with mock.patch.object(coordinator_program, "stages", stages):

@@ -41,7 +41,7 @@ from fedpax.algorithms.scaffold import scaffold
 from fedpax.algorithms.self_tuning import self_tuning
 from fedpax.algorithms.sparseloco import sparseloco
 from fedpax.algorithms.streaming_diloco import streaming_diloco
-from fedpax.primitives.argument_checks import explain_unknown_arguments
+from fedpax.primitives.user_functions import explain_unknown_arguments
 
 __all__ = [
     "DelayedNesterov",

@@ -41,7 +41,7 @@ from fedpax.experiments.parts.private_runs import (
     describe_privacy,
     make_aggregator,
 )
-from fedpax.experiments.parts.site_tables import (
+from fedpax.experiments.parts.site_experiments import (
     ChosenClients,
     OverSites,
     SitePopulation,

@@ -27,7 +27,7 @@ from fedpax.experiments.parts.client_evaluation import (
     measure_clients,
     with_units,
 )
-from fedpax.experiments.parts.own_examples import (
+from fedpax.experiments.parts.file_experiments import (
     INPUTS,
     OwnExamples,
     ServerState,
@@ -105,7 +105,7 @@ class FedAvgFiles(ClientExperiment):
     @property
     @abc.abstractmethod
     def inputs(self) -> Mapping[str, Any]:
-        """The columns and classes, as `own_examples.saved_content` has them."""
+        """The columns and classes, as `file_experiments.saved_content` has them."""
 
     @property
     def label(self) -> Label:

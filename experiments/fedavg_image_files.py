@@ -20,7 +20,7 @@ from fedpax.errors import ArgumentError
 from fedpax.experiments.client_files import FilesConfig
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
-from fedpax.experiments.parts.own_examples import saved_content
+from fedpax.experiments.parts.file_experiments import saved_content
 from fedpax.models.classifiers import CNNConfig, cnn
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet

@@ -18,8 +18,8 @@ from fedpax.data.tables import TableFeatures
 from fedpax.errors import ArgumentError
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
-from fedpax.experiments.parts.own_examples import saved_content
-from fedpax.experiments.parts.site_tables import (
+from fedpax.experiments.parts.file_experiments import saved_content
+from fedpax.experiments.parts.site_experiments import (
     agree_on_features,
     answer_on_features,
     describe_site_table,

@@ -29,7 +29,7 @@ from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
 from fedpax.experiments.optimizer_settings import OptimizerConfig
 from fedpax.experiments.parts.client_evaluation import HeldoutSets
 from fedpax.experiments.parts.client_text import ClientText, ClientTextConfig
-from fedpax.experiments.parts.site_tables import (
+from fedpax.experiments.parts.site_experiments import (
     ChosenClients,
     OverSites,
     SitePopulation,

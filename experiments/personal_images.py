@@ -17,7 +17,7 @@ from fedpax.algorithm import Params
 from fedpax.data import Partition
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.parts.client_evaluation import label_weights
-from fedpax.experiments.parts.own_examples import with_own_models
+from fedpax.experiments.parts.file_experiments import with_own_models
 from fedpax.models.losses import ModelLoss, classification_loss
 from fedpax.training.client_metrics import (
     ClientMetrics,

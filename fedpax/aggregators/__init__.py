@@ -18,7 +18,7 @@ from fedpax.aggregators.quantized_mean import choose_packing, quantized_mean
 from fedpax.aggregators.random_numbers import random_stream
 from fedpax.aggregators.secure_mean import FixedPoint, secure_mean
 from fedpax.aggregators.sent_values import mark_sent
-from fedpax.primitives.argument_checks import explain_unknown_arguments
+from fedpax.primitives.user_functions import explain_unknown_arguments
 
 __all__ = [
     "Aggregator",

@@ -16,7 +16,7 @@ import jax
 from fedpax.console import print_error
 from fedpax.errors import ConfigurationError, FedpaxError
 from fedpax.files import UnusableFileError, read_file, read_json
-from fedpax.processes.gather import raise_everywhere
+from fedpax.processes.communication import raise_everywhere
 from fedpax.run_files.long_line_files import LineCopy, read_chunks, replace_by
 from fedpax.run_files.paths import (
     CONFIGURATION,

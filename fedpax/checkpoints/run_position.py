@@ -9,7 +9,7 @@ import jax
 
 from fedpax.clients.cohort import CohortStream
 from fedpax.console import print_error
-from fedpax.processes.gather import gather_json
+from fedpax.processes.communication import gather_json
 
 StreamState = dict[str, Any] | bytes
 """The position of a stream, as its `get_state` returns it."""

@@ -28,7 +28,6 @@ from fedpax.checks import check_integers
 from fedpax.clients.cohort import check_distinct_clients
 from fedpax.clients.row_blocks import count_rows, on_devices, row_specs, rows_axis, state_spec
 from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.primitives.argument_checks import check_tree_not_deleted
 from fedpax.primitives.casts import checked_tree, conversion, device_array
 from fedpax.primitives.client_rows import (
     ClientRows,
@@ -37,6 +36,7 @@ from fedpax.primitives.client_rows import (
     read_clients,
     write_clients,
 )
+from fedpax.primitives.user_functions import check_tree_not_deleted
 from fedpax.transforms.marks import KEPT, READ_CLIENTS, WRITE_CLIENTS
 
 if TYPE_CHECKING:  # chex imports absl.flags

@@ -26,7 +26,7 @@ from fedpax.deploy.runtime import (
 from fedpax.errors import ArgumentError, MissingPackageError
 from fedpax.inspect.cost import count_flops
 from fedpax.primitives._jax import without_locations
-from fedpax.primitives.argument_checks import callbacks, lines_of_custom_calls
+from fedpax.primitives.user_functions import callbacks, lines_of_custom_calls
 from fedpax.transforms.client_stages import Stage, Value
 from fedpax.transforms.marks import Noise
 from fedpax.transforms.stages import Stages

@@ -17,7 +17,7 @@ from fedpax.elastic.host_copies import (
     remove_copies,
     rows_on_this_process,
 )
-from fedpax.processes.gather import all_agree, gather_json
+from fedpax.processes.communication import all_agree, gather_json
 
 MEMBERSHIP = "FEDPAX_MEMBERSHIP"
 """The environment variable with which the supervisor tells its training process the membership."""

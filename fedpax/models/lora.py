@@ -278,7 +278,7 @@ def _replace(
 class AdaptedWeight:
     """A weight W with an adapter of rank r: W + scale A B, of which no matrix is computed."""
 
-    # `fedpax.models.parameters.project` computes x W + scale (x A) B. It is a pytree, so stacked
+    # `fedpax.models.layers.project` computes x W + scale (x A) B. It is a pytree, so stacked
     # layers can be scanned.
 
     weight: jax.Array  # W, `[..., *inputs, *outputs]`, where `...` are the axes of stacked layers

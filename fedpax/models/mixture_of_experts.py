@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fedpax.errors import ArgumentError
-from fedpax.models.parameters import normal_param
+from fedpax.models.layers import normal_param
 from fedpax.ops.grouped_matmul import grouped_matmul
 from fedpax.ops.quantization import Quantization, quantized_grouped_matmul
 from fedpax.parallel.axes import RULES, constrain, entry_axes, partition_spec

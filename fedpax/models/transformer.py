@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.errors import ArgumentError
 from fedpax.models.attention.causal import Attention, AttentionFn, causal_attention, rotary
+from fedpax.models.layers import RMSNorm, gather_weight, normal_param, project
 from fedpax.models.mixture_of_experts import MixtureOfExperts
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
-from fedpax.models.parameters import RMSNorm, gather_weight, normal_param, project
 from fedpax.models.transformer_config import TransformerConfig
 from fedpax.ops.quantization import Quantization
 from fedpax.ops.remat import rematerialize

@@ -54,7 +54,7 @@ POLICIES: dict[str, Callable[..., Any]] = {
 - "offload": the results of the projections, in the host's memory (not on CPU).
 - "full": nothing; the whole layer is recomputed.
 
-No policy stores gathered weights: `fedpax.models.parameters.project` gathers them again.
+No policy stores gathered weights: `fedpax.models.layers.project` gathers them again.
 """
 
 

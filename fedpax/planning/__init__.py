@@ -11,7 +11,7 @@ from fedpax.planning.overlap import (
     find_overlap,
     required_bandwidth,
 )
-from fedpax.planning.report import to_text
+from fedpax.planning.text_report import to_text
 from fedpax.planning.topology import Topology, TopologyError, find_topology
 
 __all__ = [

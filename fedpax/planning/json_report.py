@@ -6,7 +6,7 @@ from typing import Any
 
 from fedpax.planning.compiled_plan import CompiledPlan
 from fedpax.planning.overlap import Overlap
-from fedpax.planning.report import assumptions
+from fedpax.planning.text_report import assumptions
 from fedpax.planning.topology import DCN
 
 

@@ -9,7 +9,6 @@ import jax
 
 from fedpax.errors import ArgumentTypeError
 from fedpax.primitives._jax import Primitive, evaluate, name_results, trace
-from fedpax.primitives.argument_checks import function_name, named_like
 from fedpax.primitives.broadcast import broadcast_closure
 from fedpax.primitives.call_rules import define_call
 from fedpax.primitives.client_rows import materialize
@@ -31,6 +30,7 @@ from fedpax.primitives.placement import (
     enter_participant,
     resolve_placement,
 )
+from fedpax.primitives.user_functions import function_name, named_like
 
 federated_map_p = Primitive("federated_map")
 """The primitive of `federated_map`."""

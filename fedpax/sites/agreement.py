@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from fedpax.console import count_of
 from fedpax.errors import ConfigurationError
 from fedpax.sites.contract import Json, Question
-from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.site_files import SiteWatch, write_federation
 from fedpax.sites.site_table import LATE, SiteRecord
 from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
+from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import ROUND, new_token
 from fedpax.training.progress import Progress
 

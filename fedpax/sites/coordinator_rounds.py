@@ -31,13 +31,13 @@ from fedpax.sites.coordinator_program import (
     pack,
     server_leaves,
 )
-from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.merge_guard import MergeGuard, drop_replies
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import check_up
 from fedpax.sites.site_evaluation import SiteEvaluation, evaluation_of
 from fedpax.sites.site_files import RoundMetrics, SiteWatch, write_federation
 from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
+from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import ROUND, SiteReply, new_token
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress

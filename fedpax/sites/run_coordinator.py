@@ -9,7 +9,6 @@ from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.run_files.paths import latest_round
 from fedpax.sites.contract import SiteExperiment
 from fedpax.sites.coordinator_rounds import Coordinator
-from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_files import (
     FEDERATION,
@@ -18,6 +17,7 @@ from fedpax.sites.site_files import (
 )
 from fedpax.sites.site_process import SyncerResult, identify, locked_folder, serving
 from fedpax.sites.site_table import SiteTable
+from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import new_token
 from fedpax.training.experiment import Experiment
 from fedpax.transport.admission import NO_LIMITS, Admission, SiteLimits

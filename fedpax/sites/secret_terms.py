@@ -16,7 +16,7 @@ from fedpax.secure_sums.arithmetic import WORDS, NotSummableError, from_words, t
 from fedpax.secure_sums.roster import Message
 from fedpax.sites.contract import Json
 from fedpax.sites.downlink import SMALLEST, WHOLE, make_codec, whole
-from fedpax.sites.exchange import TaskExchange
+from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import TERM, ArrayTypes, SiteReply, Task, in_order, numbered
 from fedpax.transforms.client_stages import Stage
 from fedpax.transforms.stages import Stages

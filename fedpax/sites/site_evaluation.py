@@ -15,8 +15,8 @@ from fedpax.reports.metric_table import OF_SITE
 from fedpax.run_files.metrics import with_quantiles
 from fedpax.sites.contract import ClientRange
 from fedpax.sites.downlink import whole
-from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.site_files import RoundMetrics, SiteWatch
+from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import EVALUATION, SHARED, Task, new_token, numbered
 
 _SECONDS_BETWEEN_ATTEMPTS = 1.0

@@ -17,9 +17,9 @@ from fedpax.sites.coordinator_program import (
     weighted_terms,
 )
 from fedpax.sites.downlink import WHOLE, Downlink, whole
-from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import SUM, Uplink, ask_for_sums, check_is_sum
+from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import (
     ROUND,
     ROW,

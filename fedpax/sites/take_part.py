@@ -18,7 +18,6 @@ from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import latest_round
 from fedpax.sites.contract import SiteExperiment
 from fedpax.sites.downlink import WHOLE, Receiver
-from fedpax.sites.exchange import LARGE
 from fedpax.sites.run_coordinator import check_supported
 from fedpax.sites.secret_terms import SecretTerms
 from fedpax.sites.site_files import (
@@ -37,6 +36,7 @@ from fedpax.sites.site_process import (
     patience,
 )
 from fedpax.sites.site_worker import SiteWorker, UnknownRoundError
+from fedpax.sites.task_exchange import LARGE
 from fedpax.sites.tasks import EVALUATION, ROUND
 from fedpax.training.experiment import Experiment
 from fedpax.training.progress import Progress

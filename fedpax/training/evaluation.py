@@ -19,9 +19,9 @@ from fedpax.checks import COUNT, check_argument
 from fedpax.clients.cohort import MASK
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives import federated_map, federated_sum
-from fedpax.primitives.argument_checks import check_tree_not_deleted
 from fedpax.primitives.casts import checked_tree
-from fedpax.processes.gather import gather_json
+from fedpax.primitives.user_functions import check_tree_not_deleted
+from fedpax.processes.communication import gather_json
 from fedpax.run_files.evaluations import STOP, Evaluations
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import CHECKPOINTS, complete_rounds

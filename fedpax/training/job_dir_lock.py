@@ -13,7 +13,7 @@ import jax
 from fedpax.checkpoints.checkpoint_dir import is_owned
 from fedpax.errors import ConfigurationError
 from fedpax.files import open_unlinked
-from fedpax.processes.gather import raise_everywhere
+from fedpax.processes.communication import raise_everywhere
 from fedpax.run_files.paths import (
     check_links,
     is_remote,

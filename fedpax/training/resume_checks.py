@@ -5,13 +5,15 @@ import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
 import fedpax
 from fedpax.algorithm import Params
+from fedpax.checkpoints.checkpoint_dir import CheckpointDir
 from fedpax.checkpoints.orbax_files import ocp
-from fedpax.checkpoints.participant_states import check_resizable
+from fedpax.checkpoints.participant_states import ParticipantRule, check_resizable
 from fedpax.checkpoints.saved_state import (
     check_same_leaves,
     has_saved_shape,
@@ -21,8 +23,9 @@ from fedpax.checkpoints.saved_state import (
 )
 from fedpax.clients.cohort import CohortStream, fingerprint
 from fedpax.console import count_of, print_error
+from fedpax.elastic.membership import Membership
 from fedpax.errors import ConfigurationError
-from fedpax.processes.gather import gather_json
+from fedpax.processes.communication import gather_json
 from fedpax.run_files.configuration import (
     class_name,
     differences,
@@ -312,3 +315,31 @@ def begin_from(run: Run, job_log_dir: str | None) -> Run:
             raise ConfigurationError(f"{source}: {error}") from error
 
     return run._replace(initial=StoredParams(source, like, load))
+
+
+# ---- a run to train, and what may have changed since it was saved
+
+
+class ResumeOptions(NamedTuple):
+    """Allowed changes since the folder's checkpoint was saved."""
+
+    allow_config_change: Collection[str]  # paths of fields of the configuration
+    participant_states: ParticipantRule  # how to make states for another number of participants
+    # the part of this process in an elastic job; None: there is no such job
+    membership: Membership | None = None
+
+
+class TrainingJob(NamedTuple):
+    """A run to train, and where."""
+
+    experiment: Experiment
+    folder: Path  # the run's folder
+    saved_in: Path  # the folder of its checkpoints
+    checkpoint_dir: CheckpointDir | None  # `saved_in`, if it is not the run's folder
+    exp: str  # the experiment's name on the command line
+    options: ResumeOptions
+
+    @property
+    def name(self) -> str:
+        """The name of the experiment, for messages."""
+        return self.exp or type(self.experiment).__name__

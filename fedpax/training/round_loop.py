@@ -16,22 +16,23 @@ from fedpax.clients.cohort import Cohort
 from fedpax.elastic.host_copies import HostCopy
 from fedpax.elastic.membership import CopiesOfRounds
 from fedpax.preemption import PreemptionGuard
-from fedpax.processes.gather import gather_json
+from fedpax.processes.communication import gather_json
 from fedpax.run_files.configuration import to_json, write_configuration
 from fedpax.run_files.goodput import GoodputClock, line_values
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.training.compiled_round import CompiledLengths, CompiledRound, compile_round, init_state
+from fedpax.training.diagnostics import Profile
 from fedpax.training.evaluation import EarlyStop
 from fedpax.training.experiment import Run
 from fedpax.training.logging import RoundLogger
 from fedpax.training.prefetch import Prefetch, put_on_mesh
 from fedpax.training.progress import Progress
+from fedpax.training.resume_checks import TrainingJob
 from fedpax.training.spikes import FiniteCheck, Spike, SpikeHistory
-from fedpax.training.startup_report import UNREAD_MASK, TrainingJob, announce
+from fedpax.training.startup_report import UNREAD_MASK, announce
 from fedpax.training.tracker import Tracker
 from fedpax.training.training_config import is_due, last_due_before
 from fedpax.training.virtual_time import utilization_of
-from fedpax.training.watchdog import Profile
 
 
 class RoundLoop(AbstractContextManager["RoundLoop"]):

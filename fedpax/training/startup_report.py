@@ -3,17 +3,12 @@
 import math
 import shlex
 import shutil
-from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 
-from fedpax.checkpoints.checkpoint_dir import CheckpointDir
-from fedpax.checkpoints.participant_states import ParticipantRule
 from fedpax.chips import CHIPS
 from fedpax.console import count_of
-from fedpax.elastic.membership import Membership
 from fedpax.errors import ConfigurationError
 from fedpax.parallel.mesh import available_devices
 from fedpax.run_files.paths import SCALARS
@@ -103,31 +98,3 @@ def _remedy(
     if participants is not None and participants % share:
         return f"make the number of {axis} a multiple of {share}, and set --mesh.{axis}=-1"
     return f"set --mesh.{axis}=-1"
-
-
-# ---- a run to train: its experiment, its folders, and what may have changed since it was saved
-
-
-class ResumeOptions(NamedTuple):
-    """Allowed changes since the folder's checkpoint was saved."""
-
-    allow_config_change: Collection[str]  # paths of fields of the configuration
-    participant_states: ParticipantRule  # how to make states for another number of participants
-    # the part of this process in an elastic job; None: there is no such job
-    membership: Membership | None = None
-
-
-class TrainingJob(NamedTuple):
-    """A run to train, and where."""
-
-    experiment: Experiment
-    folder: Path  # the run's folder
-    saved_in: Path  # the folder of its checkpoints
-    checkpoint_dir: CheckpointDir | None  # `saved_in`, if it is not the run's folder
-    exp: str  # the experiment's name on the command line
-    options: ResumeOptions
-
-    @property
-    def name(self) -> str:
-        """The name of the experiment, for messages."""
-        return self.exp or type(self.experiment).__name__

@@ -33,12 +33,15 @@ from fedpax.run_files.paths import (
     resolve_checkpoint_dir,
     resolve_job_log_dir,
 )
+from fedpax.training.diagnostics import Watchdog, check_profile_at
 from fedpax.training.evaluation import EarlyStop
 from fedpax.training.experiment import Experiment, Run, check_run
 from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import (
+    ResumeOptions,
+    TrainingJob,
     begin_from,
     check_agreement,
     check_configuration,
@@ -46,10 +49,9 @@ from fedpax.training.resume_checks import (
 )
 from fedpax.training.round_loop import RoundLoop
 from fedpax.training.spikes import RepeatedSpikesError
-from fedpax.training.startup_report import ResumeOptions, TrainingJob, check_processes
+from fedpax.training.startup_report import check_processes
 from fedpax.training.tracker import Tracker, track
 from fedpax.training.training_config import TrainingConfig
-from fedpax.training.watchdog import Watchdog, check_profile_at
 
 
 class StorageError(FedpaxError, OSError):

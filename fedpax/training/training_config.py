@@ -14,9 +14,9 @@ from fedpax.checks import (
 from fedpax.errors import ArgumentError
 from fedpax.run_files.evaluations import parse_best_metric
 from fedpax.run_files.paths import is_remote
+from fedpax.training.diagnostics import OnHang, parse_profile_at
 from fedpax.training.spikes import OnSpike
 from fedpax.training.tracked_runs import TrackerName
-from fedpax.training.watchdog import OnHang, parse_profile_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class TrainingConfig(CheckedConfig):
         profile_at: rounds to profile, `ROUND` or `ROUND:COUNT`, such as "50:3" for rounds 50, 51
             and 52. Default None: none.
         hang_after: seconds without progress in a round after which it hangs: the stacks of all
-            threads are written to the folder (`fedpax.training.watchdog`). None: do not watch.
+            threads are written to the folder (`fedpax.training.diagnostics`). None: do not watch.
         on_hang: "report" continues to wait after the report; "exit" ends the process with
             status 70, so that a supervisor can start it again.
         tracker: an experiment tracker that gets the configuration and the metrics too: "wandb"

@@ -23,11 +23,11 @@ from fedpax.primitives._jax import (
     rebind,
     result_names,
 )
-from fedpax.primitives.argument_checks import in_source
 from fedpax.primitives.broadcast import broadcast, federated_broadcast_p
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
+from fedpax.primitives.user_functions import in_source
 from fedpax.transforms.marks import identity_map
 from fedpax.transforms.ownership import Division, Signature, divide
 from fedpax.transforms.part_of_jaxpr import evaluate_from

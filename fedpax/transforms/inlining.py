@@ -7,13 +7,13 @@ from typing import Any
 import jax
 
 from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, aval_of, read_atom, rebind
-from fedpax.primitives.argument_checks import in_source
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
 from fedpax.primitives.jaxpr_analysis import CHECKPOINT_PRIMITIVES, inner_jaxprs
 from fedpax.primitives.layout import has_own_shardings
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement, federated_program_p
 from fedpax.primitives.reduction import REDUCTIONS
+from fedpax.primitives.user_functions import in_source
 from fedpax.transforms.marks import draws_noise
 
 # Call primitives that are safe to inline after differentiation -> the parameter with their jaxpr.

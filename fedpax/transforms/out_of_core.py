@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, aval_of, eliminate_dead_code
-from fedpax.primitives.argument_checks import argument_names, check_not_deleted
 from fedpax.primitives.casts import device_array, is_host_number, needs_cast
 from fedpax.primitives.layout import mesh_axis
+from fedpax.primitives.user_functions import argument_names, check_not_deleted
 from fedpax.transforms.inlining import inline, placements_of
 from fedpax.transforms.planner import make_plan
 from fedpax.transforms.server_parts import ServerParts

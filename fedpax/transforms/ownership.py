@@ -28,7 +28,6 @@ from fedpax.primitives._jax import (
     rebind,
     result_names,
 )
-from fedpax.primitives.argument_checks import in_source
 from fedpax.primitives.broadcast import broadcast, federated_broadcast_p
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 from fedpax.primitives.map import federated_map_p
@@ -36,6 +35,7 @@ from fedpax.primitives.mean import federated_mean_p, participant_count_p
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
 from fedpax.primitives.sum import federated_sum_p
+from fedpax.primitives.user_functions import in_source
 from fedpax.transforms.inlining import inline, is_federated
 from fedpax.transforms.marks import KEPT, SERVER, has_mark, identity_map, is_mark
 from fedpax.transforms.part_of_jaxpr import evaluate_from, needed

@@ -18,10 +18,10 @@ from fedpax.primitives._jax import (
     eliminate_dead_code,
     result_names,
 )
-from fedpax.primitives.argument_checks import function_name
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
+from fedpax.primitives.user_functions import function_name
 from fedpax.transforms.inlining import inline
 from fedpax.transforms.placed_values import PlacedValues
 from fedpax.transforms.value_names import Names, type_of

@@ -11,15 +11,6 @@ import numpy as np
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives._jax import ClosedJaxpr, trace
-from fedpax.primitives.argument_checks import (
-    StaticArguments,
-    argument_names,
-    check_not_deleted,
-    function_name,
-    named_like,
-    resolve_static,
-    split_static,
-)
 from fedpax.primitives.call_rules import define_call
 from fedpax.primitives.casts import conversion, device_array, is_host_number
 from fedpax.primitives.integer_sums import (
@@ -40,6 +31,15 @@ from fedpax.primitives.placement import (
     check_array,
     declare_placements,
     federated_program_p,
+)
+from fedpax.primitives.user_functions import (
+    StaticArguments,
+    argument_names,
+    check_not_deleted,
+    function_name,
+    named_like,
+    resolve_static,
+    split_static,
 )
 from fedpax.transforms.placed_closures import warn_of_placed_closures
 from fedpax.transforms.streaming import run_streamed

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 
 from fedpax.primitives._jax import Var, aval_of, evaluate
-from fedpax.primitives.argument_checks import function_name
 from fedpax.primitives.placement import trace_for_stages
+from fedpax.primitives.user_functions import function_name
 from fedpax.transforms.client_stages import ClientFn, Stage, client_stages, first_noisy_request
 from fedpax.transforms.coded_terms import CodedStage, code_terms
 from fedpax.transforms.discrete_gaussian import draw_noise

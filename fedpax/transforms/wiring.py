@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from fedpax.errors import ArgumentTypeError
 from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, aval_of
-from fedpax.primitives.argument_checks import argument_names, check_not_deleted
 from fedpax.primitives.casts import device_array, is_host_number
 from fedpax.primitives.placement import Placement
+from fedpax.primitives.user_functions import argument_names, check_not_deleted
 from fedpax.transforms.client_stages import ClientStage, Stage
 from fedpax.transforms.ownership import Signature
 from fedpax.transforms.server_parts import ServerParts

@@ -33,7 +33,7 @@ from fedpax.experiments.fedavg_synthetic import fedavg_leaf_synthetic, fedavg_sy
 from fedpax.experiments.fedbuff_images import fedbuff_digits
 from fedpax.experiments.listing import GROUPS
 from fedpax.experiments.method_groups import METHODS, PERSONAL_METHODS
-from fedpax.experiments.parts.own_examples import ServerState
+from fedpax.experiments.parts.file_experiments import ServerState
 from fedpax.training.trainer import train
 
 ALL = {**METHODS, **PERSONAL_METHODS}

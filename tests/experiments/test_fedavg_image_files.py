@@ -12,8 +12,8 @@ from PIL import Image
 from fedpax.experiments.client_aggregators import aggregator
 from fedpax.experiments.client_methods import method
 from fedpax.experiments.fedavg_image_files import FedAvgImageFiles, ImagesConfig, fedavg_images
-from fedpax.experiments.parts import own_examples
-from fedpax.experiments.parts.own_examples import ServerState
+from fedpax.experiments.parts import file_experiments
+from fedpax.experiments.parts.file_experiments import ServerState
 from fedpax.training.training_config import TrainingConfig
 
 CLIENTS = {"Zoë": 9, "Ana": 14, "Bo": 5}
@@ -125,7 +125,7 @@ def test_own_models_of_very_unequal_clients_are_evaluated_in_parts(
     assert max(steps) > 30 > 3 > min(steps)
     results = []
     for most_bytes in (2**28, 5000):  # of a few small clients with their models
-        monkeypatch.setattr(own_examples, "MOST_BYTES", most_bytes)
+        monkeypatch.setattr(file_experiments, "MOST_BYTES", most_bytes)
         made = dataclasses.replace(experiment)
         run = made.build()
         assert run.evaluate_own_models is not None

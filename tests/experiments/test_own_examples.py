@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fedpax.data import ClientSampler, cohort_rounds
-from fedpax.experiments.parts import own_examples
-from fedpax.experiments.parts.own_examples import OwnExamples
+from fedpax.experiments.parts import file_experiments
+from fedpax.experiments.parts.file_experiments import OwnExamples
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
@@ -13,7 +13,7 @@ from fedpax.experiments.parts.own_examples import OwnExamples
 def test_parts_have_the_examples_of_each_client_once(
     monkeypatch: pytest.MonkeyPatch, most_bytes: int, multiple: int
 ) -> None:
-    monkeypatch.setattr(own_examples, "MOST_BYTES", most_bytes)
+    monkeypatch.setattr(file_experiments, "MOST_BYTES", most_bytes)
     rng = np.random.default_rng(0)
     sizes = np.append(rng.integers(1, 9, 60), [3000, 200, 1])
     held = np.append(rng.integers(0, 3, 60), [700, 0, 50])

@@ -16,7 +16,7 @@ from fedpax.experiments import client_experiment
 from fedpax.experiments.benchmarks import personal_methods
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_methods import APFL, FedAvg
-from fedpax.experiments.parts.own_examples import ServerState
+from fedpax.experiments.parts.file_experiments import ServerState
 from fedpax.experiments.personal_images import PersonalImages
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.experiment import Run

@@ -14,9 +14,9 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 
 from fedpax.models import huggingface, lora
+from fedpax.models.layers import project
 from fedpax.models.lora import AdaptedWeight, LoRAConfig
 from fedpax.models.losses import transformer_loss
-from fedpax.models.parameters import project
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import shardings
 

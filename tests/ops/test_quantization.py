@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from fedpax.models.layers import project
 from fedpax.models.losses import transformer_loss
-from fedpax.models.parameters import project
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.ops.grouped_matmul import grouped_matmul
 from fedpax.ops.quantization import FORMATS, quantized_einsum, quantized_grouped_matmul

@@ -21,7 +21,7 @@ from fedpax.planning.compiled_plan import (
 )
 from fedpax.planning.draw_mesh import _grids, draw_mesh
 from fedpax.planning.json_report import to_json
-from fedpax.planning.report import assumptions, to_text
+from fedpax.planning.text_report import assumptions, to_text
 from fedpax.planning.topology import Topology
 
 Auto = AxisType.Auto

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fedpax.processes import gather
-from fedpax.processes.gather import ControlChannel
+from fedpax.processes import communication
+from fedpax.processes.communication import ControlChannel
 from fedpax.processes.job_processes import JobProcessesError
 
 Program = Callable[[ControlChannel, int], Any]
@@ -25,9 +25,9 @@ class Job:
         self.count, self.offer, self.ends = count, {}, []
         self._own, self._barrier = threading.local(), threading.Barrier(count)
         jax = SimpleNamespace(process_count=lambda: count, process_index=lambda: self._own.number)
-        monkeypatch.setattr(gather, "jax", jax)
-        monkeypatch.setattr(gather, "gather_json", self._gather)
-        monkeypatch.setattr(gather, "SECONDS_TO_FAIL", 0.2)
+        monkeypatch.setattr(communication, "jax", jax)
+        monkeypatch.setattr(communication, "gather_json", self._gather)
+        monkeypatch.setattr(communication, "SECONDS_TO_FAIL", 0.2)
 
     def _gather(self, value: Any) -> list[Any]:
         if self._own.number == 0:
@@ -138,8 +138,8 @@ def test_strangers_are_ignored_and_missing_processes_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = Job(monkeypatch, 2)
-    monkeypatch.setattr(gather, "SECONDS_TO_GREET", 0.5)
-    connect = gather._connect
+    monkeypatch.setattr(communication, "SECONDS_TO_GREET", 0.5)
+    connect = communication._connect
     silent = []
 
     def strangers(offer: dict[str, Any]) -> Any:
@@ -151,15 +151,15 @@ def test_strangers_are_ignored_and_missing_processes_named(
                 stranger.sendall(text)
         return connect(offer)
 
-    monkeypatch.setattr(gather, "_connect", strangers)
+    monkeypatch.setattr(communication, "_connect", strangers)
     began = time.monotonic()
     assert job.run(lambda channel, number: channel.broadcast(number)) == [0, 0]
     assert time.monotonic() - began < 5
     for stranger in silent:
         stranger.close()
-    monkeypatch.setattr(gather, "SECONDS_TO_CONNECT", 0.5)
+    monkeypatch.setattr(communication, "SECONDS_TO_CONNECT", 0.5)
     wrong = lambda offer: connect({**offer, "token": "another job's"})
-    monkeypatch.setattr(gather, "_connect", wrong)
+    monkeypatch.setattr(communication, "_connect", wrong)
     first, second = job.run(lambda channel, number: None)
     assert isinstance(first, JobProcessesError) and "processes [1] did not connect" in str(first)
     assert "Let the hosts of the job connect to each other on any port" in str(first)

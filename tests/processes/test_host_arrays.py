@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fedpax
-from fedpax.processes.gather import Broadcast
+from fedpax.processes.communication import Broadcast
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (64,), (), (1, 0, 2)])

@@ -13,13 +13,13 @@ import numpy as np
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.sites.coordinator_rounds import Coordinator
-from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import SecretTerms
 from fedpax.sites.site_files import read_federation
 from fedpax.sites.site_process import identify
 from fedpax.sites.site_table import SiteTable
 from fedpax.sites.take_part import Site
+from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import new_token
 from fedpax.training.progress import Progress
 from fedpax.transport.message import Message, decode, encode

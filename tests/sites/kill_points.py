@@ -32,7 +32,7 @@ from fedpax.sites import (
     stage_calls,
     take_part,
 )
-from fedpax.sites.exchange import TaskExchange
+from fedpax.sites.task_exchange import TaskExchange
 from fedpax.transport import calls
 from fedpax.transport.message import Message
 from sites.small_experiment import SmallExperiment, small

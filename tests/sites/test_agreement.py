@@ -16,9 +16,9 @@ from fedpax.data.tables.shared_treatment import agree_on_table, table_properties
 from fedpax.errors import FedpaxError
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.agreement import Needed, count_votes
-from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_table import LATE
+from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import Task
 from fedpax.transport.message import Message
 from sites.federation import Changed, Line, run, write_hospitals

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from fedpax.commands.join import describe_site
-from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_process import Identity
 from fedpax.sites.site_table import SiteTable
 from fedpax.sites.take_part import take_part
+from fedpax.sites.task_exchange import TaskExchange
 from fedpax.transport.calls import DisconnectedError
 from fedpax.transport.message import Message
 from sites.federation import Line, opened, run

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from fedpax.sites.downlink import whole
-from fedpax.sites.exchange import LARGE, MOST_UPLOADS, SMALL_MESSAGE, TaskExchange
 from fedpax.sites.site_process import Identity
 from fedpax.sites.site_table import SiteTable
+from fedpax.sites.task_exchange import LARGE, MOST_UPLOADS, SMALL_MESSAGE, TaskExchange
 from fedpax.sites.tasks import Task, largest_message
 from fedpax.transport.message import Message
 

@@ -15,13 +15,13 @@ from fedpax.data.tables import infer_label
 from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.experiments.fedavg_image_files import fedavg_images
 from fedpax.experiments.fedavg_text import fedavg_lora_text
-from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.run_coordinator import run_coordinator
 from fedpax.sites.site_process import identify
 from fedpax.sites.site_table import SiteTable, read_sites
 from fedpax.sites.site_worker import SiteWorker
 from fedpax.sites.take_part import take_part
+from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import check_types, checked_fields, read_message, write_message
 from fedpax.transport.calls import MalformedError, RefusedError
 from fedpax.transport.message import Message, MessageError, decode, encode

@@ -11,11 +11,11 @@ import pytest
 
 from fedpax.run_files.metrics import read_metrics
 from fedpax.sites.coordinator_rounds import FailedRoundError
-from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.run_coordinator import run_coordinator
 from fedpax.sites.site_files import read_federation
 from fedpax.sites.site_table import read_sites
+from fedpax.sites.task_exchange import TaskExchange
 from fedpax.transport.calls import DisconnectedError, RefusedError
 from fedpax.transport.message import Message
 from sites.federation import Line, run

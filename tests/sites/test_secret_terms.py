@@ -15,10 +15,10 @@ import fedpax
 from fedpax.experiments.client_methods import method
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.secure_sums.arithmetic import NotSummableError, from_words, to_words
-from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import SecretTerms, check_is_sum
 from fedpax.sites.site_worker import SiteWorker, UnknownRoundError
+from fedpax.sites.task_exchange import TaskExchange
 from fedpax.transport.message import Message
 from sites.federation import Federation, run, write_hospitals
 from sites.test_equals_training import SIZES, experiment

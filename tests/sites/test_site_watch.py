@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.site_files import SiteWatch, read_run
 from fedpax.sites.site_process import identify
 from fedpax.sites.site_table import SiteTable
 from fedpax.sites.take_part import Site
+from fedpax.sites.task_exchange import TaskExchange
 from fedpax.training.progress import Progress
 from fedpax.transport.message import Message
 from sites.federation import Line

@@ -21,11 +21,11 @@ from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.goodput import BUCKETS, read_goodput
 from fedpax.run_files.metrics import TIMINGS, read_metrics, select
 from fedpax.run_files.paths import latest_round
+from fedpax.training.diagnostics import Watchdog
 from fedpax.training.experiment import Run
 from fedpax.training.spikes import RepeatedSpikesError
 from fedpax.training.trainer import train
 from fedpax.training.training_config import TrainingConfig
-from fedpax.training.watchdog import Watchdog
 
 BAD = 5
 """The cohort, from 0, whose targets are huge."""

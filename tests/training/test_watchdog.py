@@ -9,7 +9,7 @@ import pytest
 
 from fedpax.errors import ArgumentError
 from fedpax.run_files.goodput import GoodputClock
-from fedpax.training.watchdog import (
+from fedpax.training.diagnostics import (
     HANG_STATUS,
     Profile,
     Watchdog,
@@ -125,7 +125,7 @@ def test_a_hang_ends_the_process_if_it_shall(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from fedpax.run_files.goodput import GoodputClock
-from fedpax.training.watchdog import Watchdog
+from fedpax.training.diagnostics import Watchdog
 folder = Path(sys.argv[1])
 clock = GoodputClock(folder)
 with Watchdog(clock, folder, lambda: 3, hang_after=0.1, on_hang="exit"):

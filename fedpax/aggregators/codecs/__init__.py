@@ -7,7 +7,7 @@ from fedpax.aggregators.codecs.rotated import rotated
 from fedpax.aggregators.codecs.scalar_quantization import e3m0, terngrad, uniform
 from fedpax.aggregators.codecs.sign import drive, sign
 from fedpax.aggregators.codecs.sparsification import random_k, top_k
-from fedpax.primitives.argument_checks import explain_unknown_arguments
+from fedpax.primitives.user_functions import explain_unknown_arguments
 
 __all__ = [
     "Codec",

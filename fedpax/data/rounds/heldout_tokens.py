@@ -12,7 +12,7 @@ from jaxtyping import Int64
 from fedpax.data.rounds.documents import Field, encode_examples
 from fedpax.data.rounds.stream_parts import check_sizes
 from fedpax.errors import ArgumentError
-from fedpax.processes.gather import gather_json
+from fedpax.processes.communication import gather_json
 from fedpax.sources.source import Examples, as_examples
 from fedpax.text.conversation import Conversation
 from fedpax.text.packing import (

@@ -13,7 +13,7 @@ from fedpax.algorithm import AlgorithmParts, Report, most_phases_ahead
 from fedpax.islands.island.link import JoinReply, Link, ReceivedFragment, SyncerStatus
 from fedpax.islands.island.local_model import LocalModel, LocalState
 from fedpax.preemption import PreemptionGuard
-from fedpax.processes.gather import ControlChannel
+from fedpax.processes.communication import ControlChannel
 from fedpax.transport.calls import DisconnectedError, RefusedError
 
 SECONDS_BETWEEN_JOINS = 0.2

@@ -31,7 +31,7 @@ from fedpax.islands.method_parts import (
     tokens_per_step,
 )
 from fedpax.preemption import PreemptionGuard
-from fedpax.processes.gather import ControlChannel
+from fedpax.processes.communication import ControlChannel
 from fedpax.run_files.configuration import write_configuration
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import latest_round, write_atomically

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithm import Params, Report
 from fedpax.islands.method_parts import FragmentFormat, model_axes
-from fedpax.processes.gather import Broadcast
+from fedpax.processes.communication import Broadcast
 from fedpax.training.compiled_round import run_state_shardings, with_shardings
 from fedpax.training.experiment import Run
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.errors import ArgumentError
-from fedpax.models.parameters import RMSNorm, normal_param, project
+from fedpax.models.layers import RMSNorm, normal_param, project
 from fedpax.ops.quantization import Quantization
 from fedpax.ops.remat import ATTENTION
 from fedpax.ops.ring_attention import ring_attention

@@ -1,4 +1,4 @@
-"""Parameters with logical axes: initialization, all-gather before use, and RMSNorm."""
+"""What layers share: parameters with logical axes, gathered before use, projections, RMSNorm."""
 
 from __future__ import annotations
 

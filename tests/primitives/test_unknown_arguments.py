@@ -14,7 +14,7 @@ from fedpax import aggregators, algorithms
 from fedpax.aggregators import codecs
 from fedpax.algorithms import fedavg
 from fedpax.clients import client_store, gather_clients, scatter_clients
-from fedpax.primitives.argument_checks import nearest_argument
+from fedpax.primitives.user_functions import nearest_argument
 from fedpax.training import evaluate_by_client, evaluator
 
 

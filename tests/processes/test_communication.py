@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from fedpax.processes.gather import all_agree, gather_json
+from fedpax.processes.communication import all_agree, gather_json
 
 
 @pytest.mark.parametrize("size", [0, 1, 4094, 4095, 5000, 100_000])

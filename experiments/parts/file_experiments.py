@@ -1,4 +1,4 @@
-"""The examples of all clients in parts, runs of personal models, and a run's saved inputs."""
+"""What experiments on users' files share: examples in parts, saved inputs, personal models."""
 
 import dataclasses
 import itertools

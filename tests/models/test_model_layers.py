@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from fedpax.models.parameters import RMSNorm, gather_weight, normal_param
+from fedpax.models.layers import RMSNorm, gather_weight, normal_param
 
 
 def test_a_parameter_has_the_names_of_its_axes_and_is_cast_before_use():

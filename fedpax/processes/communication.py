@@ -1,4 +1,4 @@
-"""Small values between the processes of a job, and its control channel; arrays of process 0."""
+"""Communication in a job: small values of all processes, a control channel, arrays of process 0."""
 
 import contextlib
 import json

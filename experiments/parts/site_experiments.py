@@ -1,4 +1,4 @@
-"""Client experiments over sites, and tables over sites with one treatment of the columns."""
+"""Experiments over sites: clients of each site, and tables with one treatment of the columns."""
 
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -46,7 +46,7 @@ from fedpax.data.tables.treatments import Treatment, parse_treatment
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig
 from fedpax.experiments.client_files import OpenFiles
-from fedpax.experiments.parts.own_examples import saved_content
+from fedpax.experiments.parts.file_experiments import saved_content
 from fedpax.experiments.table_data import (
     TableConfig,
     number_label,

@@ -246,7 +246,8 @@ def _describe(
     if label.task == "regression":
         text = f"regression (mean {label.mean:.6g}, deviation {label.scale:.6g})"
     else:
-        text = f"classification, {', '.join(label.classes[:10])}"
+        shown = [name if name == name.strip() else repr(name) for name in label.classes[:10]]
+        text = f"classification, {', '.join(shown)}"
         text += ", ..." if len(label.classes) > 10 else ""
     lines = [f"label {label.name!r}: {text}; {label.reason}"]
     kinds = {

@@ -10,7 +10,7 @@ _VALUE = r"\{[^{}]*\}|\[[^\[\]]*\]|'[^']*'"
 # After a verb: the value that is wrong has the name that it has in Python.
 _ARGUMENT = re.compile(
     r"(?:(?<=[Ss]et )|(?<=[Gg]ive )|(?<=[Ll]eave )|(?<=with )|(?<=or ))"
-    rf"(optional_columns|types|decimal_point|client|partition)=({_VALUE})"
+    rf"(optional_columns|types|decimal_point|delimiter|client|partition)=({_VALUE})"
 )
 # An experiment reads all columns: `--data.columns` states treatments.
 _COLUMNS = re.compile(

@@ -3,6 +3,7 @@
 import datetime
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fedpax.commands.parts.options import configure, output_file, parse
 from fedpax.console import count_of, print_line
 from fedpax.data import load, partition_statistics, plot_partition
 from fedpax.data.tables import ColumnSummary, infer_treatments, summarize_columns
+from fedpax.data.tables.labels import MAX_CLASSES
 from fedpax.errors import UsageError
 from fedpax.extras import optional
 from fedpax.populations.client_arrays import ContiguousClients
@@ -200,6 +202,7 @@ def _print_columns(
     for line in ["", *markdown_table(ColumnSummary.HEAD, rows).splitlines()]:
         print_line(line)
     notes = [s.note for s in summaries if s.note and s.treatment.name not in (client, *stated)]
+    notes += [s.spellings for s in summaries if s.spellings]
     for line in ["", *notes] if notes else []:
         print_line(line)
 
@@ -208,7 +211,7 @@ def _labels(source: Any) -> tuple[list[str] | None, NDArray[np.int64] | None]:
     """Return the names of the labels, and each example's, or None if they are not classes."""
     if source.label is None:
         return None, None
-    column = source.column(source.label)
+    column = _whole_numbers(source.column(source.label))
     if column.ndim > 1 or column.dtype.kind in "fmM":
         return None, None
     first = next(iter(np.ma.compressed(column)), "") if column.dtype.kind == "O" else ""
@@ -216,6 +219,19 @@ def _labels(source: Any) -> tuple[list[str] | None, NDArray[np.int64] | None]:
         return None, None  # lists, bytes or structures
     names, labels = _name_labels(column)
     return (names, labels) if len(names) <= _MOST_LABELS else (None, None)
+
+
+def _whole_numbers(column: NDArray[Any]) -> NDArray[Any]:
+    """Return floats and decimals that are classes as integers, and any other column as it is."""
+    first = next(iter(np.ma.compressed(column)), None) if column.dtype.kind == "O" else None
+    if column.ndim > 1 or (column.dtype.kind != "f" and not isinstance(first, Decimal)):
+        return column
+    values = np.ma.filled(column, np.nan).astype(np.float64)
+    missing = np.isnan(values)
+    distinct = np.unique(values[~missing])
+    if len(distinct) > MAX_CLASSES or (distinct % 1 != 0).any() or (np.abs(distinct) > 2**53).any():
+        return column
+    return np.ma.MaskedArray(np.where(missing, 0, values).astype(np.int64), missing)
 
 
 def _name_labels(column: NDArray[Any]) -> tuple[list[str], NDArray[np.int64]]:

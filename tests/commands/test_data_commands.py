@@ -2,11 +2,14 @@
 
 import csv
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
+from pyarrow import parquet
 from small_runs import Command
 
 from fedpax.data import load, partition_natural, partition_statistics
@@ -207,3 +210,38 @@ def test_examples_that_two_clients_have_are_counted(command: Command, tmp_path: 
     for name in "AB":  # few values: equal examples are of different origin
         (tmp_path / f"{name}.csv").write_text("sex,outcome\n" + "f,0\nm,1\nf,1\n" * 20)
     assert "of another client" not in command("data", f"{tmp_path}/*.csv")[1]
+
+
+def test_values_that_differ_in_spaces_or_capitals_are_told(
+    command: Command, tmp_path: Path
+) -> None:
+    rows = [
+        f"{'AB'[k % 2]}{' ' * (k % 4 == 0)},{['yes', 'yes ', 'no'][k % 3]},n{k},{k}"
+        for k in range(40)
+    ]
+    file = tmp_path / "a.csv"
+    file.write_text("\n".join(["ward,outcome,note,age", *rows]) + "\n")
+    _, output, _ = command("data", str(file), "--client=ward", "--label=outcome")
+    assert "'ward' has the values 'A' and 'A ', which differ in spaces or capitals alone" in output
+    assert "'outcome' has the values 'yes' and 'yes ', which" in output
+    assert output.count("differ in spaces") == 2
+    words = (f"--data.files={file}", "--data.client=ward", "--data.label=outcome")
+    folder = f"--job_log_dir={tmp_path / 'run'}"
+    errors = command("train", "--exp=fedavg_table", *words, "--training.rounds=1", folder)[2]
+    assert "classification, no, yes, 'yes '; text" in errors
+
+
+def test_whole_floats_and_decimals_are_labels_as_in_runs(command: Command, tmp_path: Path) -> None:
+    whole = [None if k % 8 == 0 else float(k % 3) for k in range(40)]
+    decimals = [None if x is None else Decimal(int(x)) for x in whole]
+    blob = [bytes([k % 2, 255]) for k in range(40)]
+    columns = {"u": [k // 8 for k in range(40)], "w": whole, "x": np.arange(40) / 7, "b": blob}
+    table = pa.table({**columns, "d": pa.array(decimals, pa.decimal128(5, 1))})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    file = str(tmp_path / "a.parquet")
+    for label in "wd":
+        output = command("data", file, "--client=u", f"--label={label}")[1]
+        assert "most frequent label" in output and "2 (38%) |" in output
+        assert "| labels                   |          4 |" in output  # the missing one too
+    assert "bytes that are no text" in output
+    assert "most frequent" not in command("data", file, "--client=u", "--label=x")[1]

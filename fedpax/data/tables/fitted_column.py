@@ -20,6 +20,7 @@ from fedpax.data.tables.values import (
     is_missing,
     is_number,
     is_text,
+    is_utf8,
     numbers,
 )
 from fedpax.errors import ArgumentError
@@ -133,8 +134,9 @@ def bounded_numbers(treatment: Treatment, column: Any) -> Float64[np.ndarray, " 
         raise ArgumentError(
             f"The column {treatment.name!r} is {values[first]:g} in example {first}, and too large "
             f"in {count_of(int(too_large.sum()), 'example')}, expected numbers of at most "
-            f"{LARGEST:g}. Correct them, or state a range: --data.columns "
-            f"'{treatment.name}={treatment.kind}(LOW..HIGH)'."
+            f"{LARGEST:g}. Correct them, state a range: --data.columns "
+            f"'{treatment.name}={treatment.kind}(LOW..HIGH)', or, if they are identifiers, leave "
+            f"them out: '{treatment.name}=left_out'."
         )
     return values
 
@@ -210,6 +212,7 @@ class ColumnSummary:
         num_distinct: number of distinct values; None where values are not counted, as for lists.
         range: the least and largest value in words; empty without numbers or dates.
         note: why a column of texts has no numbers or dates, and the remedy; else empty.
+        spellings: which values differ in spaces or capitals alone; else empty.
     """
 
     treatment: Treatment
@@ -218,6 +221,7 @@ class ColumnSummary:
     num_distinct: int | None
     range: str
     note: str = ""
+    spellings: str = ""
 
     HEAD = ("column", "type", "missing", "distinct", "range", "treatment", "because")
 
@@ -266,6 +270,7 @@ def summarize_columns(
                 count_distinct(column) if is_counted(dtype) else None,
                 value_range(column),
                 _note(treatment.name, column),
+                _spellings(treatment.name, column),
             )
         )
     return summaries
@@ -277,6 +282,26 @@ def _note(name: str, column: Any) -> str:
     values = TextValues()
     values.add(column)
     return values.describe(name)
+
+
+def _spellings(name: str, column: Any) -> str:
+    import pyarrow.compute as pc
+
+    if not is_text(column.type) or not is_utf8(column):
+        return ""
+    values = pc.unique(column.drop_null()).cast("large_string")
+    if 2 * len(values) > len(column):
+        return ""  # texts of no class
+    plain = pc.utf8_lower(pc.utf8_trim_whitespace(values))
+    counts = pc.value_counts(plain)
+    repeated = counts.filter(pc.greater(counts.field("counts"), 1))
+    if not len(repeated):
+        return ""
+    pair = sorted(values.filter(pc.equal(plain, repeated[0]["values"])).to_pylist())
+    return (
+        f"{name!r} has the values {pair[0]!r} and {pair[1]!r}, which differ in spaces or capitals "
+        "alone. Write them alike in the file if they mean one."
+    )
 
 
 def is_counted(dtype: Any) -> bool:

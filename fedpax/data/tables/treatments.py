@@ -19,6 +19,7 @@ from fedpax.data.tables.values import (
     is_missing,
     is_number,
     is_text,
+    is_utf8,
     numbers,
 )
 from fedpax.deprecation import warn_deprecated
@@ -245,6 +246,8 @@ def _infer(name: str, pieces: Sequence[Any], max_categories: int) -> Treatment:
     missing = sum(int(np.sum(is_missing(piece))) for piece in pieces)
     examples = sum(map(len, pieces))
     dtype = pieces[0].type
+    if is_text(dtype) and not all(map(is_utf8, pieces)):
+        return Treatment(name, "left_out", None, reason="bytes that are no text")
     distinct = count_distinct(*pieces) if missing < examples and is_text(dtype) else None
     return infer_treatment(name, dtype, examples, missing, distinct, max_categories)
 

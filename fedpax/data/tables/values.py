@@ -150,6 +150,15 @@ def _without_decimal_point(column: Any, missing: Bool[np.ndarray, " examples"]) 
     return pc.cast(column, pa.string())
 
 
+def is_utf8(column: Any) -> bool:
+    """Return whether a column of texts or bytes is UTF-8."""
+    try:
+        _decoded(column)
+    except ArgumentError:
+        return False
+    return True
+
+
 def _decoded(column: Any) -> Any:
     """Return texts in UTF-8 as Arrow strings."""
     import pyarrow as pa

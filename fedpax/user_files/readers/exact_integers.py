@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from fedpax.errors import ArgumentError
 from fedpax.user_files.formats import ReadOptions
 
+_MOST_LISTED = 10  # columns
 _LARGEST = 2.0**53  # above, floats skip integers
 
 
@@ -35,10 +36,12 @@ def check_integers_of_floats(
         if _has_large_floats(column):
             for value in integers_of(name):
                 if abs(value) >= 2**1024 or int(float(value)) != value:
+                    others = [other for other in table.column_names if other != name]
+                    listed = others if len(others) <= _MOST_LISTED else "[...]"
                     raise ArgumentError(
                         f"its column {name!r} has the integer {value} and is read as double, which "
                         f"does not hold it. {remedy.format(name=name)}, or leave the column out "
-                        "with columns="
+                        f"with columns={listed}"
                     )
 
 

@@ -1,5 +1,6 @@
 """JSON lines, whole or in blocks, a JSON list of objects, and LEAF's JSON."""
 
+import contextlib
 import functools
 import json
 import re
@@ -40,7 +41,8 @@ def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
     try:
         table = _parse_lines(file.open, _BLOCK, types)
     except pa.ArrowInvalid:  # again in one block, whose rows the message counts
-        table = _parse_lines(file.open, _LARGEST_BLOCK, types)
+        with _remedy_added():
+            table = _parse_lines(file.open, _LARGEST_BLOCK, types)
 
     def integers_of(name: str) -> Iterator[int]:
         for block, _ in _blocks_of_lines(file):
@@ -48,6 +50,20 @@ def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
 
     check_integers_of_floats(table, options, integers_of, _AS_TEXTS)
     return table
+
+
+@contextlib.contextmanager
+def _remedy_added() -> Iterator[None]:
+    try:
+        yield
+    except pa.ArrowInvalid as error:
+        row = re.search(r" in row (\d+)", str(error))
+        if "changed from" not in str(error) or row is None:
+            raise
+        raise ArgumentError(
+            f"{str(error).removesuffix('.')}, counted from 0. Write all values of the column as "
+            "one type, such as texts"
+        ) from error
 
 
 def stream_json_lines(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:

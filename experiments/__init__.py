@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from fedpax.experiments.client_methods import MethodConfig as MethodConfig
     from fedpax.experiments.client_methods import method as method
     from fedpax.experiments.cohort_settings import CohortConfig as CohortConfig
+    from fedpax.experiments.cohort_settings import DirichletPopulation as DirichletPopulation
+    from fedpax.experiments.cohort_settings import NaturalPopulation as NaturalPopulation
+    from fedpax.experiments.cohort_settings import PopulationConfig as PopulationConfig
     from fedpax.experiments.cohort_settings import ServerConfig as ServerConfig
+    from fedpax.experiments.cohort_settings import SyntheticPopulation as SyntheticPopulation
     from fedpax.experiments.fedavg_images import FedAvgImages as FedAvgImages
     from fedpax.experiments.fedavg_table import FedAvgTable as FedAvgTable
-    from fedpax.experiments.population_settings import DirichletPopulation as DirichletPopulation
-    from fedpax.experiments.population_settings import NaturalPopulation as NaturalPopulation
-    from fedpax.experiments.population_settings import PopulationConfig as PopulationConfig
-    from fedpax.experiments.population_settings import SyntheticPopulation as SyntheticPopulation
 
 _MODULES = {
     "AggregatorConfig": "fedpax.experiments.client_aggregators",
     "ClientExperiment": "fedpax.experiments.client_experiment",
     "ClientTraining": "fedpax.experiments.client_methods",
     "CohortConfig": "fedpax.experiments.cohort_settings",
-    "DirichletPopulation": "fedpax.experiments.population_settings",
+    "DirichletPopulation": "fedpax.experiments.cohort_settings",
     "ExperimentGroup": "fedpax.experiments.catalog",
     "FedAvgImages": "fedpax.experiments.fedavg_images",
     "FedAvgTable": "fedpax.experiments.fedavg_table",
     "MethodConfig": "fedpax.experiments.client_methods",
-    "NaturalPopulation": "fedpax.experiments.population_settings",
-    "PopulationConfig": "fedpax.experiments.population_settings",
+    "NaturalPopulation": "fedpax.experiments.cohort_settings",
+    "PopulationConfig": "fedpax.experiments.cohort_settings",
     "ServerConfig": "fedpax.experiments.cohort_settings",
-    "SyntheticPopulation": "fedpax.experiments.population_settings",
+    "SyntheticPopulation": "fedpax.experiments.cohort_settings",
     "UnknownExperimentError": "fedpax.experiments.catalog",
     "aggregator": "fedpax.experiments.client_aggregators",
     "experiments": "fedpax.experiments.catalog",

@@ -29,6 +29,7 @@ from fedpax.experiments.client_methods import ClientTraining, MethodConfig, meth
 from fedpax.experiments.cohort_settings import (
     CohortConfig,
     OnClientsMesh,
+    PopulationConfig,
     ServerConfig,
     over_clients,
     with_cohort,
@@ -49,7 +50,6 @@ from fedpax.experiments.parts.site_experiments import (
     drawer,
     sample_present,
 )
-from fedpax.experiments.population_settings import PopulationConfig
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig

@@ -31,17 +31,18 @@ from fedpax.data.rounds.labeled_examples import Arrays, Preprocess, preprocess_i
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import aggregator
 from fedpax.experiments.client_experiment import FedAvgExperiment
-from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
+from fedpax.experiments.cohort_settings import (
+    CohortConfig,
+    DirichletPopulation,
+    NaturalPopulation,
+    ServerConfig,
+    SyntheticPopulation,
+    check_has_fields,
+)
 from fedpax.experiments.parts.client_evaluation import (
     EvaluateClients,
     label_weights,
     owners_by_field,
-)
-from fedpax.experiments.population_settings import (
-    DirichletPopulation,
-    NaturalPopulation,
-    SyntheticPopulation,
-    check_has_fields,
 )
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss, l2_regularized

@@ -20,14 +20,18 @@ from fedpax.data.rounds.labeled_examples import Preprocess
 from fedpax.data.rounds.stream_parts import evenly_spaced
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.experiments.client_experiment import FedAvgExperiment
-from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
+from fedpax.experiments.cohort_settings import (
+    CohortConfig,
+    NaturalPopulation,
+    ServerConfig,
+    check_has_fields,
+)
 from fedpax.experiments.parts.client_evaluation import (
     EvaluateClients,
     masked_loss_by_client,
     owners_by_field,
     rows_by_client,
 )
-from fedpax.experiments.population_settings import NaturalPopulation, check_has_fields
 from fedpax.models.losses import next_word_loss
 from fedpax.models.lstm import LSTMConfig, lstm
 from fedpax.models.nnx_functional import FunctionalModel

@@ -18,11 +18,10 @@ from fedpax.console import count_of
 from fedpax.data import ClientSampler, CohortRounds, Partition
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_methods import method
-from fedpax.experiments.cohort_settings import CohortConfig
+from fedpax.experiments.cohort_settings import CohortConfig, DirichletPopulation
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.parts.private_runs import configured_accountant, make_aggregator
 from fedpax.experiments.parts.settings import documented_by
-from fedpax.experiments.population_settings import DirichletPopulation
 from fedpax.experiments.trace_settings import TraceConfig
 from fedpax.models.classifiers import CNNConfig
 from fedpax.simulation import BufferedArrivals, buffered_arrivals

@@ -8,11 +8,10 @@ from fedpax.experiments.catalog import ExperimentGroup
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_experiment import ClientExperiment
 from fedpax.experiments.client_methods import method
-from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
+from fedpax.experiments.cohort_settings import CohortConfig, DirichletPopulation, ServerConfig
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
 from fedpax.experiments.personal_images import PersonalImages
-from fedpax.experiments.population_settings import DirichletPopulation
 from fedpax.models.classifiers import MLPConfig
 from fedpax.training.training_config import TrainingConfig
 

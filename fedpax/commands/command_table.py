@@ -153,7 +153,7 @@ COMMANDS = {
         flags=_flags(f"{_FILES} partition picture"),
     ),
     "prepare": Command(
-        "fedpax.commands.prepare:prepare",
+        "fedpax.commands.data:prepare",
         """\
   fedpax prepare FILES --out=DIR [--client=COLUMN] [--label=COLUMN] [--split=NAME]
                  [--columns=NAME,...] [--optional_columns=NAME,...]

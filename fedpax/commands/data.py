@@ -1,19 +1,23 @@
-"""`fedpax data` and `partition`: clients of files or of an experiment, as tables and a picture."""
+"""`fedpax data`, `prepare` and `partition`: the clients of files and of experiments."""
 
 import datetime
+import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from absl import flags
 from numpy.typing import NDArray
 
-from fedpax.commands.parts.file_flags import flags_in_errors, parse_files
+from fedpax.commands.parts.file_flags import check_engine_flags, flags_in_errors, parse_files
 from fedpax.commands.parts.options import configure, output_file, parse
-from fedpax.console import count_of, print_line
+from fedpax.console import count_of, print_error, print_line
 from fedpax.data import load, partition_statistics, plot_partition
+from fedpax.data import prepare as prepare_files
 from fedpax.data.tables import ColumnSummary, infer_treatments, summarize_columns
 from fedpax.data.tables.labels import MAX_CLASSES
 from fedpax.errors import UsageError
@@ -65,6 +69,34 @@ def data(arguments: Sequence[str]) -> int:
             class_names=names,
             participant_names=source.client_names,
         )
+    return 0
+
+
+@flags_in_errors()
+def prepare(arguments: Sequence[str]) -> int:
+    """Prepare files, and print what was written and which rows were skipped."""
+    options, files, reading = parse_files("prepare", arguments)
+    if not options.out:
+        raise UsageError(
+            "`fedpax prepare` has no --out, expected a new folder. Set for example "
+            "--out=data/events."
+        )
+    prepared = _find_engine(options)(
+        files if len(files) > 1 else files[0],
+        options.out,
+        on_bad_row=options.on_bad_row,
+        memory=options.memory,
+        heldout_fraction=options.heldout_fraction,
+        heldout_by=options.heldout_by,
+        **reading,
+    )
+    for path, count in prepared.skipped.items():
+        first = prepared.first_skipped[path]
+        print_error(f"Skipped {count_of(count, 'row')} of {path}, the first of them {first!r}.")
+    clients = (
+        "" if prepared.num_clients is None else f" of {count_of(prepared.num_clients, 'client')}"
+    )
+    print_line(f"Wrote {count_of(prepared.num_examples, 'example')}{clients} to {options.out}.")
     return 0
 
 
@@ -286,3 +318,13 @@ def _print_clients(
         rows.append(row)
     for line in ["", *markdown_table(head, rows).splitlines()]:
         print_line(line)
+
+
+def _find_engine(options: flags.FlagValues) -> Callable[..., Any]:
+    check_engine_flags(options)
+    if options.engine is None:
+        return prepare_files
+    from fedpax.deploy.beam_prepare import prepare_beam
+
+    beam_flags = shlex.split(options.beam_flags or "")
+    return functools.partial(prepare_beam, num_shards=options.num_shards, flags=beam_flags)

@@ -247,7 +247,7 @@ _MOVED = {
     "language_model": "language_model_experiment",
     "optimizers": "optimizer_settings",
     "personal_methods": "client_methods",
-    "populations": "population_settings",
+    "populations": "cohort_settings",
     "robust_aggregators": "client_aggregators",
     "text": "text_experiment",
     "traces": "trace_settings",

@@ -255,6 +255,52 @@ def test_a_circle_is_found(source: str) -> None:
     assert find_circle(sources | {"fedpax.c": "import jax"}) == []
 
 
+def missing_modules(source: str, modules: dict[str, str]) -> list[str]:
+    """Return the modules of fedpax that a source imports and that do not exist.
+
+    Args:
+        source: the text of a module.
+        modules: the text of each package's `__init__`, and "" for each other module, by name.
+    """
+    found = [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and node.module and is_within(node.module, "fedpax")
+        for alias in node.names
+    ]
+    return [
+        f"{module}.{name}"
+        for module, name in found
+        if module not in modules
+        or (
+            modules[module]
+            and f"{module}.{name}" not in modules
+            and not re.search(rf"\b{name}\b", modules[module])
+        )
+    ]
+
+
+def test_tests_and_benchmarks_import_modules_that_exist() -> None:
+    """No fast test imports the files of slow ones."""
+    paths = python_files("fedpax", "algorithms", "experiments")
+    modules = {module_name(p): p.read_text() if p.stem == "__init__" else "" for p in paths}
+    for stub in (ROOT / "fedpax").rglob("__init__.pyi"):
+        modules[module_name(stub)] += stub.read_text()
+    missing = {
+        str(path.relative_to(ROOT)): names
+        for path in python_files("tests", "experiments")
+        if (names := missing_modules(path.read_text(), modules))
+    }
+    assert not missing
+
+
+def test_a_missing_module_is_found() -> None:
+    modules = {"fedpax.a": "def f(): ...", "fedpax.a.b": ""}
+    source = "def g():\n  from fedpax.a import b, c, f\nfrom fedpax.d import e\nimport fedpax.a"
+    assert missing_modules(source, modules) == ["fedpax.d.e", "fedpax.a.c"]
+    assert missing_modules("from fedpax.a.b import x", modules) == []
+
+
 def test_the_architecture_page_names_what_exists() -> None:
     """The folders of its layers, and the places of its additions."""
     page = (ROOT / "docs" / "architecture.md").read_text()

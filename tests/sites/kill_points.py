@@ -25,7 +25,7 @@ from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.experiments.fedavg_table import FedAvgTable
 from fedpax.sites import (
     agreement,
-    coordinator,
+    coordinator_rounds,
     site_evaluation,
     site_files,
     site_worker,
@@ -59,16 +59,16 @@ SITE: dict[str, tuple[Any, str, str]] = {
 COORDINATOR: dict[str, tuple[Any, str, str]] = {
     "agree": (TaskExchange, "begin_agreement", "after"),
     "question": (agreement.Agreement, "_ask", "after"),
-    "agreed": (coordinator, "write_federation", "before"),
+    "agreed": (coordinator_rounds, "write_federation", "before"),
     "reply": (TaskExchange, "_keep", "after"),
     "merge": (stage_calls.StageCalls, "merge", "before"),
-    "merged": (coordinator.Coordinator, "_save", "before"),
-    "federation": (coordinator, "write_federation", "after"),
+    "merged": (coordinator_rounds.Coordinator, "_save", "before"),
+    "federation": (coordinator_rounds, "write_federation", "after"),
     "checkpoint": (Checkpoints, "save", "after"),
-    "saved": (coordinator.Coordinator, "_save", "after"),
+    "saved": (coordinator_rounds.Coordinator, "_save", "after"),
     "evaluate": (site_evaluation.SiteEvaluation, "evaluate", "before"),
     "evaluated": (site_evaluation.SiteEvaluation, "evaluate", "after"),
-    "end": (coordinator.Coordinator, "say_goodbye", "before"),
+    "end": (coordinator_rounds.Coordinator, "say_goodbye", "before"),
 }
 SENDING = ("send", "sent")  # of a site: in the middle of a reply, and before its answer is read
 
@@ -127,7 +127,7 @@ def wrap_sending(point: str, count: int) -> None:
 
 def record_counted(path: Path) -> None:
     """Write the sites of each round that is saved."""
-    ask, save = stage_calls.StageCalls.ask, coordinator.Coordinator._save
+    ask, save = stage_calls.StageCalls.ask, coordinator_rounds.Coordinator._save
     tokens: list[str] = []
 
     def asked(self: Any, divided: Any, request: Any, token: str, *more: Any) -> Any:
@@ -140,7 +140,7 @@ def record_counted(path: Path) -> None:
         with path.open("a") as file:
             file.write(json.dumps([number, names]) + "\n")
 
-    run = coordinator.Coordinator.run
+    run = coordinator_rounds.Coordinator.run
 
     def run_with_all(self: Any) -> None:
         self.first_round_needs = int(
@@ -148,8 +148,8 @@ def record_counted(path: Path) -> None:
         )  # later rounds need --min_sites
         run(self)
 
-    stage_calls.StageCalls.ask, coordinator.Coordinator._save = asked, saved
-    coordinator.Coordinator.run = run_with_all
+    stage_calls.StageCalls.ask, coordinator_rounds.Coordinator._save = asked, saved
+    coordinator_rounds.Coordinator.run = run_with_all
 
 
 def install() -> None:

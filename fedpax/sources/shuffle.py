@@ -71,15 +71,15 @@ def shuffled_in(
         places = sequence * width**2
         places += index.astype(np.int64, copy=False)
         return table.take(places).astype(np.int64)
-    if len(half) * width <= len(index):  # few inputs of the hash function
+    if len(half) * width <= 4 * len(index):  # few inputs of the hash function
         dtype = _narrow(width)
-        hashes, stride = [_hash_from_table(keys, width, dtype) for keys in schedule], width
+        hashes, stride = _hash_tables(half, width, schedule, dtype), width
     else:
         dtype, hashes, stride = np.uint64, [_hash(keys) for keys in schedule], 1
     value, sizes, half = index.astype(dtype), sizes.astype(dtype)[sequence], half.astype(dtype)
     outside = np.flatnonzero(sizes > 1)
     while len(outside):
-        of = sequence[outside]
+        of = sequence[outside] if len(half) > 1 else sequence[:1]
         value[outside] = _feistel(value[outside], half[of], hashes, of * stride)
         outside = outside[value[outside] >= sizes[outside]]
     return value.astype(np.int64)
@@ -99,7 +99,7 @@ def _outputs(
     dtype = _narrow(width)
     bits, inputs = half.astype(dtype), np.arange(width**2, dtype=dtype)
     last, place = (dtype(1) << dtype(2) * bits) - dtype(1), width * np.arange(len(half))
-    hashes = [_hash_from_table(keys, width, dtype) for keys in schedule]
+    hashes = _hash_tables(half, width, schedule, dtype)
     bits, last, place = (x[:, None] for x in (bits, last, place))
     return _feistel(inputs & last, bits, hashes, place)
 
@@ -147,24 +147,40 @@ def _walked(table: NDArray[Any], sizes: NDArray[np.integer]) -> NDArray[Any]:
     return table
 
 
-_Hash = Callable[[NDArray[Any], NDArray[np.int64]], NDArray[Any]]
-"""Hash right halves, to a new array, given where the keys or the table of their sequence begin."""
+_Hash = Callable[[NDArray[Any], NDArray[np.int64], NDArray[Any]], NDArray[Any]]
+"""Hash right halves, to a new array, given where the keys or the table of their sequence begin, and
+the mask of a half's bits."""
 
 
 def _hash(keys: NDArray[np.uint64]) -> _Hash:
-    def hashed(right: NDArray[Any], sequence: NDArray[np.int64]) -> NDArray[Any]:
-        mixed = keys[sequence]
-        mixed ^= right
-        return _mix_in_place(mixed)
+    def hashed(
+        right: NDArray[Any], sequence: NDArray[np.int64], mask: NDArray[Any]
+    ) -> NDArray[Any]:
+        mixed = _mix_in_place(keys[sequence] ^ right)
+        mixed &= mask
+        return mixed
 
     return hashed
 
 
-def _hash_from_table(keys: NDArray[np.uint64], width: int, dtype: Any) -> _Hash:
-    """Look up hashes of fewer than `width` right halves, modulo `width`."""
-    hashes = _mix(keys[:, None] ^ np.arange(width, dtype=np.uint64)).ravel()
-    table = (hashes & np.uint64(width - 1)).astype(dtype)
-    return lambda right, first: table.take(first + right)
+def _hash_tables(
+    half: NDArray[np.uint64], width: int, schedule: list[NDArray[np.uint64]], dtype: Any
+) -> list[_Hash]:
+    """Look up hashes of fewer than `width` right halves."""
+    right, mask = (
+        np.arange(width, dtype=np.uint64),
+        ((np.uint64(1) << half) - np.uint64(1))[:, None],
+    )
+
+    def look_up(keys: NDArray[np.uint64]) -> _Hash:
+        hashes = _mix(keys[:, None] ^ right)
+        hashes &= mask
+        table = hashes.ravel().astype(dtype)
+        if len(keys) == 1:
+            return lambda right, first, mask: table.take(right)
+        return lambda right, first, mask: table.take(first + right)
+
+    return [look_up(keys) for keys in schedule]
 
 
 def _feistel(
@@ -175,8 +191,7 @@ def _feistel(
     mask = (one << half) - one
     left, right = value >> half, value & mask
     for hashed in hashes:
-        mixed = hashed(right, place)
-        mixed &= mask
+        mixed = hashed(right, place, mask)
         mixed ^= left
         left, right = right, mixed
     return (left << half) | right

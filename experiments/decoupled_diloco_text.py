@@ -32,9 +32,6 @@ class DecoupledConfig(FragmentSettings):
             influence of a few islands that send anything.
         compression: format of an update on the wire, for `fedpax join`. `fedpax train` computes
             with float32.
-        max_steps_ahead: inner steps that an island takes at most beyond the last merge that it has
-            received; at least local steps / P, which waits for every merge.
-        max_staleness: an update is dropped if its fragment was merged more often than this since.
     """
 
     group = "decoupled"

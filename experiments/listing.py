@@ -53,9 +53,9 @@ EXPERIMENTS: Mapping[str, Entry] = {
 """The experiments: functions without arguments that return an `Experiment`."""
 
 GROUPS: Mapping[str, Entry] = {
-    "aggregators_digits": Entry("method_groups", "FedAvg with each aggregator on digits, the problem of methods_digits."),
-    "methods_digits": Entry("method_groups", "Methods for clients on digits: 100 clients with few labels each, an MLP."),
-    "methods_synthetic": Entry("method_groups", "Methods for clients on FedProx's synthetic(1, 1): 30 clients, logistic regression."),
-    "personal_digits": Entry("method_groups", "Methods for personal models on the problem of methods_digits."),
+    "aggregators_digits": Entry("experiment_groups", "FedAvg with each aggregator on digits, the problem of methods_digits."),
+    "methods_digits": Entry("experiment_groups", "Methods for clients on digits: 100 clients with few labels each, an MLP."),
+    "methods_synthetic": Entry("experiment_groups", "Methods for clients on FedProx's synthetic(1, 1): 30 clients, logistic regression."),
+    "personal_digits": Entry("experiment_groups", "Methods for personal models on the problem of methods_digits."),
 }
 """The groups: functions without arguments that return an `ExperimentGroup`."""

@@ -29,9 +29,9 @@ from fedpax.experiments.client_aggregators import (
 )
 from fedpax.experiments.client_methods import ClientTraining
 from fedpax.experiments.cohort_settings import CohortConfig
+from fedpax.experiments.experiment_groups import AGGREGATORS, METHODS, PERSONAL_METHODS
 from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
 from fedpax.experiments.fedbuff_images import fedbuff_digits
-from fedpax.experiments.method_groups import AGGREGATORS, METHODS, PERSONAL_METHODS
 from fedpax.training.trainer import train
 
 CLIENTS = 8

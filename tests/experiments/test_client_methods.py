@@ -29,10 +29,10 @@ from fedpax.experiments.client_methods import (
     method,
 )
 from fedpax.experiments.cohort_settings import ServerConfig
+from fedpax.experiments.experiment_groups import METHODS, PERSONAL_METHODS
 from fedpax.experiments.fedavg_synthetic import fedavg_leaf_synthetic, fedavg_synthetic
 from fedpax.experiments.fedbuff_images import fedbuff_digits
 from fedpax.experiments.listing import GROUPS
-from fedpax.experiments.method_groups import METHODS, PERSONAL_METHODS
 from fedpax.experiments.parts.file_experiments import ServerState
 from fedpax.training.trainer import train
 

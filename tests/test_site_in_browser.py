@@ -40,7 +40,8 @@ TERMS = (
 )
 # Tables of two columns, and that of all names, are read without scrolling sideways.
 TABLES_THAT_SCROLL = """[
-    ...document.querySelectorAll("table:not(:has(th:nth-child(3))), #all-names table")
+    ...document.querySelectorAll("#all-names table"),
+    ...document.querySelectorAll("table:has(th:nth-child(2)):not(:has(th:nth-child(3)))"),
 ].filter((table) => table.scrollWidth > table.clientWidth + 1).length"""
 
 

@@ -57,9 +57,7 @@ def join(arguments: Sequence[str]) -> int:
             raise UsageError(f"--multihost: {error}") from None
     if jax.process_index() == 0:
         print_line(describe(result, options.job_log_dir, options.syncer))
-    if result.gave_up and not result.finished:
-        return GAVE_UP
-    return 0 if result.signal is None else 128 + result.signal
+    return _status_of(result)
 
 
 def _take_part(options: flags.FlagValues, experiment: Any, folder: Path) -> int:
@@ -76,6 +74,10 @@ def _take_part(options: flags.FlagValues, experiment: Any, folder: Path) -> int:
     )
     has_model = latest_round(folder) is not None
     print_line(describe_site(result, options.job_log_dir, options.syncer, has_model=has_model))
+    return _status_of(result)
+
+
+def _status_of(result: "JoinResult") -> int:
     if result.gave_up and not result.finished:
         return GAVE_UP
     return 0 if result.signal is None else 128 + result.signal
@@ -97,30 +99,27 @@ START_AGAIN = (
 def describe_site(result: "JoinResult", folder: str, syncer: str, *, has_model: bool) -> str:
     """Describe the result of a site with data of its own in words."""
     saved = f"{'the model is saved' if has_model else 'no model was received'} in {folder}"
-    took_part = f"this site took part in {count_of(result.rounds, 'round')}"
+    done = f"this site took part in {count_of(result.rounds, 'round')}"
+    return _describe(result, syncer, done, saved) or f"Finished: {done}; {saved}."
+
+
+def describe(result: "JoinResult", folder: str, syncer: str) -> str:
+    """Describe the result of an island in words."""
+    verb = "is" if result.rounds == 1 else "are"
+    done = f"{count_of(result.rounds, 'round')} of this island {verb} saved in {folder}"
+    finished = f"Finished: the syncer has done all merges; {done}."
+    return _describe(result, syncer, done, done) or finished
+
+
+def _describe(result: "JoinResult", syncer: str, done: str, saved: str) -> str:
+    """Describe a result before the end, or return ""."""
     if result.gave_up and result.finished:
         return (
             f"Finished before: {saved}. No syncer answers at {syncer}; if it has more rounds, "
             "start it first, then run the same command again."
         )
     if result.gave_up:
-        return f"Stopped: no syncer answers at {syncer}; {took_part}. {START_AGAIN}"
+        return f"Stopped: no syncer answers at {syncer}; {done}. {START_AGAIN}"
     if result.signal is not None:
-        return f"{result.signal.name}: {took_part}. Run the same command again to return."
-    return f"Finished: {took_part}; {saved}."
-
-
-def describe(result: "JoinResult", folder: str, syncer: str) -> str:
-    """Describe the result of an island in words."""
-    verb = "is" if result.rounds == 1 else "are"
-    trained = f"{count_of(result.rounds, 'round')} of this island {verb} saved in {folder}"
-    if result.signal is not None:
-        return f"{result.signal.name}: {trained}. Run the same command again to return."
-    if result.gave_up and result.finished:
-        return (
-            f"Finished before: {trained}. No syncer answers at {syncer}; if it has more rounds, "
-            "start it first, then run the same command again."
-        )
-    if result.gave_up:
-        return f"Stopped: no syncer answers at {syncer}; {trained}. {START_AGAIN}"
-    return f"Finished: the syncer has done all merges; {trained}."
+        return f"{result.signal.name}: {done}. Run the same command again to return."
+    return ""

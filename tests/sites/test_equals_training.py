@@ -20,10 +20,12 @@ from sites.federation import run, write_hospitals
 SIZES = {"a": (40, 25), "b": (33,), "c": (21, 50)}
 
 
-def experiment(*files: str, rounds: int = 3, columns=(), **fields) -> FedAvgTable:
+def experiment(
+    *files: str, rounds: int = 3, columns=(), batch_size: int = 8, **fields
+) -> FedAvgTable:
     return FedAvgTable(
         data=TableConfig(files=files, label="outcome", columns=columns),
-        cohort=CohortConfig(size=10, batch_size=8),
+        cohort=CohortConfig(size=10, batch_size=batch_size),
         client_learning_rate=0.1,
         training=TrainingConfig(rounds=rounds, evaluate_every=rounds, checkpoint_every=0),
         **fields,
@@ -49,6 +51,21 @@ def test_equals_training_on_all_files(tmp_path: Path, name: str) -> None:
     for leaf, other in zip(outcome.params, train_together(whole, 3), strict=True):
         assert np.abs(other).max() > 0.01
         np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [8, 64])
+def test_the_order_of_names_decides_the_order_of_examples(tmp_path: Path, batch_size: int) -> None:
+    # Together Crédit Åland is the first client; over sites it comes after those of site a.
+    names = ("Łódź", "Zürcher", "Crédit Åland", "Банк", "Ñandú")
+    write_hospitals(tmp_path / "data", SIZES)
+    for path in sorted((tmp_path / "data").glob("*/*.csv")):
+        path.rename(path.with_stem(names[int(path.stem[1:]) - 1]))
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", batch_size=batch_size) for s in SIZES}
+    outcome = run(experiment(batch_size=batch_size), sites, tmp_path / "runs")
+    whole = experiment(f"{tmp_path}/data/*/*.csv", batch_size=batch_size)
+    pairs = zip(outcome.params, train_together(whole, 3), strict=True)
+    difference = max(np.abs(leaf - other).max() for leaf, other in pairs)
+    assert difference < 1e-6 if batch_size == 64 else difference > 1e-3
 
 
 def test_a_site_with_one_file_for_each_split(tmp_path: Path) -> None:

@@ -260,11 +260,9 @@ def test_a_cut_network_is_noticed_at_once(server: MessageServer) -> None:
             assert_answers(connection)
             slow = threads.submit(connection.call, Message({"kind": "sleep", "seconds": 1.0}), 10)
             time.sleep(0.1)
-            begin = time.monotonic()
             network.cut()
-            with pytest.raises(DisconnectedError):
+            with pytest.raises(DisconnectedError, match="no connection"):  # not "no answer within"
                 slow.result()
-            assert time.monotonic() - begin < 0.8  # before the handler's answer
             with pytest.raises(DisconnectedError):
                 connection.call(Message({}), timeout=5)
             network.restore()

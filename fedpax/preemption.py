@@ -162,11 +162,7 @@ def _watch_signals(
 
 
 def run_subprocess(command: Sequence[str]) -> int:
-    """Run a process that trains, and let it save at a signal; return its exit status.
-
-    SIGINT is forwarded as SIGTERM: a terminal sends Ctrl-C to both, and a second one would not
-    save.
-    """
+    """Run a process that trains, forward SIGTERM and Ctrl-C as SIGTERM, and return its status."""
     process: subprocess.Popen[bytes] | None = None
     received: list[int] = []
 

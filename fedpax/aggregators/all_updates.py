@@ -1,7 +1,4 @@
-"""Computations that need all updates at once, without a device that holds all updates.
-
-One all-to-all gives each device some coordinates of all participants.
-"""
+"""Computations that need all updates: each device has some coordinates of all participants."""
 
 import functools
 import math

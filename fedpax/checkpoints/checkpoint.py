@@ -145,11 +145,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         num_participants: int | None = None,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """Start to save a checkpoint; return when the arrays may be donated.
-
-        With one process, up to `MOST_LOST_SAVES` failed saves to a bucket in a row are only
-        reported.
-        """
+        """Start to save a checkpoint; return when the arrays may be donated."""
         position = RunPosition(
             round_number,
             gather_stream_state(stream_state),

@@ -101,10 +101,7 @@ class StateParts:
 
 
 def _in_chunks(tree: Any, record: Any = None) -> "ocp.args.CheckpointArgs":
-    """Save arrays in chunks: saved whole, they are in memory two more times while they are written.
-
-    A CPU reads them in place: a step to which they are donated then copies them.
-    """
+    """Save arrays in chunks: saved whole, they are in memory two more times meanwhile."""
     in_chunks = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
     return ocp.args.PyTreeSave(
         tree,

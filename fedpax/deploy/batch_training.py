@@ -251,11 +251,7 @@ NEW = "new_clients/"
 
 
 class HeldoutClients(NamedTuple):
-    """The held-out examples of a run by client: one round of all clients.
-
-    `is_new` tells a client that is held out with all its examples. `finish` makes metrics of the
-    means of `loss_fn`.
-    """
+    """The held-out examples of a run by client; `is_new` are held out with all of theirs."""
 
     clients: Any
     names: Sequence[str]

@@ -1,7 +1,4 @@
-"""Rounds on Apache Beam: populations in files of any size, on one machine or on many.
-
-The server's parts, the participants and the merges of their terms are steps of one pipeline.
-"""
+"""Rounds on Apache Beam: populations in files of any size, on one machine or on many."""
 
 from __future__ import annotations
 

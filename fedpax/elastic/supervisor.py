@@ -1,8 +1,4 @@
-"""`fedpax train --elastic`: supervise a training process, and restart it when processes change.
-
-The keeper (`fedpax.elastic.elastic_coordinator`) requests it. Process 0 runs the keeper, unless
-`--keeper=alone` runs it on a host of its own.
-"""
+"""`fedpax train --elastic`: supervise a training process, and restart it when processes change."""
 
 import contextlib
 import os

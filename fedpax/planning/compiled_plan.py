@@ -1,7 +1,4 @@
-"""The plan of a compiled round: its memory, matmuls, collectives, and a roofline of its time.
-
-Times are lower bounds: what one resource needs if it is the only bottleneck.
-"""
+"""The plan of a compiled round: memory, matmuls, collectives, and lower bounds of its time."""
 
 from __future__ import annotations
 

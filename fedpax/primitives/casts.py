@@ -1,7 +1,4 @@
-"""Checked casts: a user's numbers in the dtypes that devices hold, or an error.
-
-Without `jax_enable_x64`, JAX silently wraps integers of more than 32 bits.
-"""
+"""Checked casts: a user's numbers in the dtypes that devices hold, where JAX would wrap them."""
 
 import functools
 import math

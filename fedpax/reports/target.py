@@ -75,11 +75,7 @@ class MetricTrajectory(NamedTuple):
 def trajectory_of(
     run: Run, evaluations: Sequence[Mapping[str, Any]], metric: str
 ) -> MetricTrajectory:
-    """Add the bytes and FLOPs of participants to the evaluations of a run.
-
-    `fedpax.cost` counts them for a round in which all take all steps; FLOPs are scaled by the valid
-    steps.
-    """
+    """Add the bytes and FLOPs of participants to the evaluations of a run, by `fedpax.cost`."""
     rounds = [line["round"] for line in evaluations]
     cohort = next(run.cohorts)
     state = jax.eval_shape(lambda key: run.algorithm.init(run.init(key)), jax.random.key(0))

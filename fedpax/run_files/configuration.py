@@ -17,11 +17,7 @@ VERSION = 1
 
 
 def to_json(configuration: Any, path: str = "") -> Any:
-    """Convert nested frozen dataclasses to values that JSON can hold.
-
-    A dataclass becomes an object with its fields and `"class": "module:Name"`; a tuple becomes a
-    list.
-    """
+    """Convert nested frozen dataclasses to JSON, with `module:Name` as `class`."""
     if dataclasses.is_dataclass(configuration) and not isinstance(configuration, type):
         check_is_dataclass(configuration)
         values = {

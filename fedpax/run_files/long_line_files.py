@@ -102,10 +102,7 @@ def replace_by(path: Path, chunks: Iterable[bytes]) -> None:
 
 
 def part_starts(size: int) -> list[int]:
-    """Return the positions at which the parts of a file of some size begin.
-
-    `PARTS_MERGED` parts of one size become one: each byte is written O(log size) times.
-    """
+    """Return where the parts of a file begin: each byte is written O(log size) times."""
     whole, starts, at = size // PART_BYTES, [], 0
     span = 1
     while span * PARTS_MERGED <= whole:

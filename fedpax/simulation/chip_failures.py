@@ -1,7 +1,4 @@
-"""Goodput: the share of a cluster's chip time that trains, while chips fail independently.
-
-Data parallelism with restart, elastic data parallelism and decoupled learners, event by event.
-"""
+"""Goodput: the share of a cluster's chip time that trains, while chips fail independently."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -46,10 +46,7 @@ class Outcome(NamedTuple):
 
 
 def count_votes(sites: Mapping[str, Properties], stated: Mapping[str, str]) -> Outcome:
-    """Return the sites that differ from what the coordinator states, or from most other sites.
-
-    A site without a property differs from none, unless the property is needed.
-    """
+    """Return the sites that differ from what the coordinator states, or from most others."""
     refused: dict[str, str] = {}
     while True:
         left = {name: vote for name, vote in sites.items() if name not in refused}

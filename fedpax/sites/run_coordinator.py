@@ -42,9 +42,7 @@ def run_coordinator(
 ) -> SyncerResult:
     """Run the rounds of an experiment over sites that train on data of their own.
 
-    The first round begins when `rules.min_sites` sites have joined and agree on their inputs. The
-    model is saved before a site receives it: a coordinator that is killed resumes after its last
-    round.
+    The model is saved before a site receives it: a coordinator that is killed resumes.
     """
     rules = RoundRules() if rules is None else rules
     rules.check()

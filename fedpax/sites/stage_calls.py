@@ -248,10 +248,7 @@ class StageCalls:
         earlier: Sequence[tuple[Any, Any, list[int]]],
         slots: Mapping[str, Sequence[int]],
     ) -> tuple[Any, Any, list[int]] | None:
-        """Return the terms of a stage from the values that sites showed in earlier stages.
-
-        So no site can replace such a value later. None: the stage reads other values of the sites.
-        """
+        """Return a stage's terms from values of earlier stages, which are fixed, or None."""
         if not is_computable(divided, request.stage):
             return None
         known: dict[str, tuple[Any, list[int]]] = {}

@@ -71,11 +71,7 @@ def take_part(
     only_sums_of: int = 0,
     personal: bool = False,
 ) -> JoinResult:
-    """Train on this site's data in the rounds that a coordinator asks for.
-
-    The data stay here: the site sends merged terms of its clients, numbers of clients and examples,
-    metrics, and what `SiteExperiment.describe_site` tells.
-    """
+    """Train on this site's data, which stay here, in the rounds that a coordinator asks for."""
     if only_sums_of and only_sums_of < 2:
         raise ArgumentError(
             f"only_sums_of={only_sums_of}, expected at least 2: a sum of one site is its value. "

@@ -27,12 +27,7 @@ LOCK = ".lock"
 
 
 class JobDirLock(AbstractContextManager["JobDirLock"]):
-    """A lock on a run's folder, so that only one job trains in it; a context manager.
-
-    The operating system releases it when the process ends, however it ends. Process 0 of a job
-    holds it. On exit the lock's file is deleted, and so is the folder if it was created here and is
-    empty.
-    """
+    """A lock on a run's folder, which the operating system releases when the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self._file: int | None = None

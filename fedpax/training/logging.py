@@ -25,11 +25,7 @@ class NonFiniteError(FedpaxError, ArithmeticError):
 
 
 class RoundLogger:
-    """A logger of rounds and evaluations.
-
-    The metrics of a round are fetched after the next round was dispatched, so that the devices
-    always have work. `flush` fetches them immediately; `waits_for` is the round that it waits for.
-    """
+    """A logger that fetches a round's metrics after the next one is dispatched; `flush` waits."""
 
     def __init__(
         self,

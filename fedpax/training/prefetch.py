@@ -17,10 +17,7 @@ Tree = TypeVar("Tree")
 
 
 class Prefetch(AbstractContextManager["Prefetch"]):
-    """A thread that draws cohorts one round ahead, each with the stream's position after it.
-
-    A checkpoint needs the stream's position after the round that it saves.
-    """
+    """A thread that draws cohorts one round ahead, each with the stream's position after it."""
 
     def __init__(self, stream: CohortStream, sharding: ShardingTree, num_rounds: int) -> None:
         self._stream = stream

@@ -98,11 +98,7 @@ def _notebook_bar(**settings: Any) -> Any:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """A progress bar with loss, throughput and remaining time on stderr; a context manager.
-
-    A narrow terminal shows less, on one line. Where stderr is neither a terminal nor a notebook, a
-    line is printed after each evaluation, and otherwise at most one every ten seconds.
-    """
+    """A progress bar on stderr, or lines where it is neither a terminal nor a notebook."""
 
     def __init__(
         self,

@@ -227,11 +227,7 @@ SECONDS_UNTIL_VISIBLE = 10.0
 
 
 def check_agreement(folder: Path, experiment: Experiment, saved_in: Path | None = None) -> None:
-    """Check that the processes have one experiment, one folder and one version of fedpax and JAX.
-
-    If they differed, they would wait for each other forever. With a folder `saved_in` for
-    checkpoints, each process can have a run's folder of its own.
-    """
+    """Check that processes agree on experiment, folder and versions: else they wait forever."""
     if jax.process_count() == 1:
         return
     saved_in = folder if saved_in is None else saved_in

@@ -158,11 +158,7 @@ class SpikeHistory:
 def skip_spikes(
     round: Callable[..., tuple[State, Metrics]],
 ) -> Callable[..., tuple[State, Metrics]]:
-    """Make a round keep the former state if its loss spikes or its new state is not finite.
-
-    The whole state is tested: in Streaming DiLoCo the loss shows a gradient that is not finite only
-    a round later. The devices choose, so that the host waits for nothing.
-    """
+    """Make a round keep the former state if its loss spikes or its new state is not finite."""
 
     def guarded(
         state: State, threshold: Float[Array, ""], cohort: Any, *frozen: Any
@@ -182,10 +178,7 @@ def skip_spikes(
 def report_update_norm(
     round: Callable[..., tuple[State, Metrics]],
 ) -> Callable[..., tuple[State, Metrics]]:
-    """Add `"update_norm"` to a round's metrics: the norm of the change of the server's model.
-
-    A state that computes its `params` gets no norm: computing it can need communication.
-    """
+    """Add `update_norm` to a round's metrics, if its state has the model as a field."""
 
     def reporting(state: State, cohort: Any, *frozen: Any) -> tuple[State, Metrics]:
         after, metrics = round(state, cohort, *frozen)
@@ -216,10 +209,7 @@ def turned_non_finite(before: State, after: State) -> Bool[Array, ""]:
 
 
 class FiniteCheck:
-    """A check of a run's states for numbers that are not finite.
-
-    A leaf that was finite at the start must stay finite, and the model must be finite in any case.
-    """
+    """A check that the model, and leaves that were finite at the start, are finite."""
 
     def __init__(self, state: State) -> None:
         on_host = jax.default_backend() == "cpu" and jax.process_count() == 1

@@ -1,7 +1,4 @@
-"""Out-of-core execution: placed arguments stay in host memory, and run on the devices in chunks.
-
-The server's part of each phase is compiled once, and the loop once per chunk size.
-"""
+"""Out-of-core execution: placed arguments stay on the host, and run on devices in chunks."""
 
 from __future__ import annotations
 

@@ -26,10 +26,7 @@ def needed(
     *,
     with_effects: bool = False,
 ) -> tuple[list[JaxprEqn], set[Var]]:
-    """Return the equations that compute values from known ones, and the arguments they need.
-
-    `with_effects` adds equations with effects, such as callbacks.
-    """
+    """Return the equations that compute values from known ones, and the arguments they need."""
     wanted = {v for v in outputs if isinstance(v, Var) and v not in known}
     eqns = []
     for eqn in reversed(closed.jaxpr.eqns):

@@ -60,10 +60,7 @@ def make_plan(jaxpr: Jaxpr, placement: Placement) -> StreamingPlan:
 def _postpone(
     best: StreamingPlan, not_before: dict[int, int], tried: set[tuple[int, int]]
 ) -> StreamingPlan | None:
-    """Return a plan that costs less because a map waits; record it in `not_before`.
-
-    `tried` keeps planning from being cubic in the number of maps.
-    """
+    """Return a plan that costs less because a map waits, but for those tried; record it."""
     cost: PlanCost | None = None
     for phase, eqn in _run_again(best):
         if (phase, id(eqn)) in tried:

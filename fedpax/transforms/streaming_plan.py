@@ -14,11 +14,7 @@ Atom = Var | Literal
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StreamingPlan:
-    """The loops over the participants of one placement in a jaxpr, and the server's work.
-
-    A value is *mapped* if its computation contains a map. Others are computed wherever they are
-    needed.
-    """
+    """The loops over participants in a jaxpr; a value is *mapped* if it needs a map."""
 
     jaxpr: Jaxpr
     placement: Placement

@@ -38,10 +38,7 @@ def describe_table(
     label: Label,
     has_stated_classes: bool,
 ) -> dict[str, Any]:
-    """Return what a site tells others of the columns of its training examples, as JSON.
-
-    Of text that is left out it tells no value.
-    """
+    """Return what a site tells of its training columns, as JSON, without values of other text."""
     categories: dict[str, dict[str, Any]] = {}
     missing = []
     for treatment in treatments:

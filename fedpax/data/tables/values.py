@@ -89,10 +89,7 @@ def is_date(dtype: Any) -> bool:
 
 
 def numbers(column: Any) -> Float64[np.ndarray, " examples"]:
-    """Return a column of numbers, booleans, dates or texts of numbers; NaN where it has no value.
-
-    Dates are days since 1970-01-01, times and durations are days.
-    """
+    """Return numbers; dates are days since 1970, durations days; NaN where there is no value."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -214,10 +214,7 @@ def run_flower(
     flags: Sequence[str] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Any]:
-    """Run one round of a program on Flower's nodes by `flwr run`, and return its result.
-
-    Results of a few numbers come back in the log. The arguments are in the app, of at most 10 MB.
-    """
+    """Run one round of a program on Flower's nodes by `flwr run`; its result is in the log."""
     beside = Path(sys.executable).with_name("flwr")
     command = str(beside) if beside.exists() else shutil.which("flwr")
     if command is None:

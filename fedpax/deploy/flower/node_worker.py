@@ -1,7 +1,4 @@
-"""A worker of a node, which outlives messages, so that JAX is imported and compiled once.
-
-Flower starts a process for each message, which forwards it over a socket of this user alone.
-"""
+"""A worker of a node, which outlives Flower's processes: JAX is imported and compiled once."""
 
 import contextlib
 import fcntl

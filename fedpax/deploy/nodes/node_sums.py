@@ -1,7 +1,6 @@
-"""Secure sums of nodes by fedpax's own protocol: the server learns sums over participants alone.
+"""Secure sums of nodes by fedpax's own protocol, `fedpax.secure_sums`.
 
-In four exchanges of packets: keys, shares of secrets, masked terms, and shares again. Participants
-believe the server which public key belongs to which of them.
+Participants believe the server which public key belongs to which of them.
 """
 
 from __future__ import annotations

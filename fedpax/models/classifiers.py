@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from fedpax.errors import ArgumentError
-from fedpax.models.nnx_functional import FunctionalModel, to_functional
+from fedpax.models.nnx_functional import FunctionalModel, functional_model
 from fedpax.parallel.axes import partition_spec
 
 CPU_CACHE_ELEMENTS = 2**18
@@ -281,7 +281,7 @@ def mlp(config: MLPConfig) -> FunctionalModel:
         >>> jax.jit(model.apply)(params, jnp.zeros((5, 28, 28))).shape
         (5, 10)
     """
-    return to_functional(functools.partial(MLP, config))
+    return functional_model(MLP, config)
 
 
 def cnn(config: CNNConfig) -> FunctionalModel:
@@ -302,4 +302,4 @@ def cnn(config: CNNConfig) -> FunctionalModel:
         >>> jax.jit(model.apply)(params, jnp.zeros((5, 8, 8, 1))).shape
         (5, 10)
     """
-    return to_functional(functools.partial(CNN, config))
+    return functional_model(CNN, config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import jax
@@ -11,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from fedpax.errors import ArgumentError
-from fedpax.models.nnx_functional import FunctionalModel, to_functional
+from fedpax.models.nnx_functional import FunctionalModel, functional_model
 
 
 @dataclass(frozen=True)
@@ -134,4 +133,4 @@ def lstm(config: LSTMConfig) -> FunctionalModel:
     """Make a recurrent language model: `apply(params, tokens)` -> logits `[batch, seq, vocab]`."""
     # The initial values are Keras's defaults as the authors set them: uniform embeddings, He's
     # normal kernels, orthogonal recurrent kernels, Glorot's normal projections, forget biases of 1.
-    return to_functional(functools.partial(LSTM, config))
+    return functional_model(LSTM, config)

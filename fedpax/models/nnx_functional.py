@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -84,6 +86,21 @@ def to_functional(constructor: Callable[..., nnx.Module]) -> FunctionalModel:
         return bind(params)(*args, **kwargs)
 
     return FunctionalModel(init, apply, nnx.to_pure_dict(logical_axes), bind)
+
+
+def functional_model(module: Callable[..., nnx.Module], config: Any) -> FunctionalModel:
+    """Make the functions of a module once for equal configurations: JAX compiles by function."""
+    try:
+        hash(config)
+    except TypeError:  # a field is a list
+        return to_functional(functools.partial(module, config))
+    model = _functional_model(module, config)
+    return model._replace(logical_axes=copy.deepcopy(model.logical_axes))
+
+
+@functools.cache
+def _functional_model(module: Callable[..., nnx.Module], config: Any) -> FunctionalModel:
+    return to_functional(functools.partial(module, config))
 
 
 def _logical_axes(parameter: nnx.Variable) -> tuple[str | None, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from fedpax.errors import ArgumentError
-from fedpax.models.nnx_functional import FunctionalModel, to_functional
+from fedpax.models.nnx_functional import FunctionalModel, functional_model
 
 EPSILON = 1e-3
 """The term beside the variance in normalizations, as in the authors' library."""
@@ -196,4 +195,4 @@ def resnet(config: ResNetConfig) -> FunctionalModel:
         >>> jax.eval_shape(model.apply, params, jnp.zeros((5, 24, 24, 3))).shape
         (5, 10)
     """
-    return to_functional(functools.partial(ResNet, config))
+    return functional_model(ResNet, config)

@@ -16,7 +16,7 @@ from fedpax.errors import ArgumentError
 from fedpax.models.attention.causal import Attention, AttentionFn, causal_attention, rotary
 from fedpax.models.layers import RMSNorm, gather_weight, normal_param, project
 from fedpax.models.mixture_of_experts import MixtureOfExperts
-from fedpax.models.nnx_functional import FunctionalModel, to_functional
+from fedpax.models.nnx_functional import FunctionalModel, functional_model
 from fedpax.models.transformer_config import TransformerConfig
 from fedpax.ops.quantization import Quantization
 from fedpax.ops.remat import rematerialize
@@ -310,4 +310,4 @@ def transformer(config: TransformerConfig) -> FunctionalModel:
         (1, 8, 256)
     """
     _check_dtype(config)  # here too, so that the error does not pass through JAX's frames
-    return to_functional(functools.partial(Transformer, config))
+    return functional_model(Transformer, config)

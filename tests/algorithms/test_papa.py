@@ -55,10 +55,13 @@ def test_the_ends_of_alpha():
     )
 
 
+compiled_pairs = jax.jit(random_pairs, static_argnums=1)
+
+
 @settings(max_examples=40)
 @given(st.sampled_from([2, 3, 5, 12]), st.integers(0, 1000))
 def test_random_pairs_differ(n, seed):
-    pairs = np.asarray(random_pairs(jax.random.key(seed), n))
+    pairs = np.asarray(compiled_pairs(jax.random.key(seed), n))
     assert pairs.shape == (n, 2)
     assert np.all((pairs[:, 0] >= 0) & (pairs[:, 0] < pairs[:, 1]) & (pairs[:, 1] < n))
     assert len(np.unique(pairs, axis=0)) == (n if n > 2 else 1)

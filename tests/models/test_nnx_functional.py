@@ -95,3 +95,16 @@ def test_state_besides_parameters_raises() -> None:
 def test_a_wrong_number_of_axis_names_raises() -> None:
     with pytest.raises(ValueError, match=r"\(3, 2\).*logical_axes=\('embed',\): expected one name"):
         to_functional(partial(nnx.Linear, 3, 2, kernel_metadata={"logical_axes": ("embed",)}))
+
+
+def test_equal_configurations_have_the_same_functions() -> None:
+    """So that a model that is made again is not traced again."""
+    sizes = (3, 4, 2)
+    first, again, other = mlp(MLPConfig(sizes)), mlp(MLPConfig(sizes)), mlp(MLPConfig((3, 5, 2)))
+    assert (again.init, again.apply) == (first.init, first.apply)
+    assert other.apply != first.apply
+    listed = mlp(MLPConfig([*sizes]))  # type: ignore[arg-type]
+    key = jax.random.key(0)
+    chex.assert_trees_all_equal(listed.init(key), first.init(key))
+    again.logical_axes.clear()
+    assert mlp(MLPConfig(sizes)).logical_axes == first.logical_axes != {}

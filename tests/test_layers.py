@@ -4,6 +4,7 @@ Read from the source, so that imports inside functions and under TYPE_CHECKING c
 """
 
 import ast
+import functools
 import itertools
 import re
 import subprocess
@@ -95,6 +96,9 @@ UNSTABLE_ATTRIBUTES = {"ctx", "get_bind_params"}
 FAST_COMPILATION = "tests.fast_compilation"
 
 
+parsed = functools.lru_cache(maxsize=1)(ast.parse)  # by several checks, one after another
+
+
 def module_name(path: Path) -> str:
     """algorithms/__init__.py -> fedpax.algorithms; fedpax/data/loading.py -> the same, dotted."""
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -174,7 +178,7 @@ def complaints(source: str, module: str) -> list[str]:
     """All that is wrong with the imports of a module, a line each."""
     return [
         f"{module}, line {line}: {name}: {text}"
-        for line, name in imports(ast.parse(source))
+        for line, name in imports(parsed(source))
         if (text := complaint(module, name))
     ]
 
@@ -185,7 +189,7 @@ def unstable_attributes(source: str, module: str) -> list[str]:
         return []
     return [
         f"{module}, line {node.lineno}: .{node.attr}: only {KEEPER} reads it"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Attribute) and node.attr in UNSTABLE_ATTRIBUTES
     ]
 
@@ -203,7 +207,7 @@ def find_circle(sources: dict[str, str]) -> list[str]:
 
     def imported(module: str) -> set[str]:
         collected = set()
-        for _, name in imports(ast.parse(sources[module])):
+        for _, name in imports(parsed(sources[module])):
             if ":" in name:
                 continue  # a command, which a dispatch table imports when it runs
             while name and name not in sources:  # a name in a module, not a module
@@ -264,7 +268,7 @@ def missing_modules(source: str, modules: dict[str, str]) -> list[str]:
     """
     found = [
         (node.module, alias.name)
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.ImportFrom) and node.module and is_within(node.module, "fedpax")
         for alias in node.names
     ]

@@ -1,5 +1,6 @@
 """Arrays that JAX puts on a CPU device without a copy, in memory that is written again."""
 
+import math
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +45,7 @@ class ReusedMemory:
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[NDArray[Any], _Memory]:
         """Return an array that JAX need not copy, and its memory, which knows rows of zeros."""
         dtype = np.dtype(dtype)
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         memory = self._pop(size + ALIGNMENT)
         # The base of every view of this array, also of those that JAX or PyTorch keep.
         base = np.frombuffer(memory.bytes, np.uint8)
@@ -72,7 +73,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     """Return zeros that JAX need not copy; pages that nothing writes take no memory."""
     dtype = np.dtype(dtype)
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     memory = np.zeros(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)

@@ -4,11 +4,13 @@ On a mesh, each device has an equal block of the rows. The states of a chunk go 
 devices, forward to be read and back to be written, only as far as the chunk's rows move.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -36,10 +38,36 @@ class RowRing(NamedTuple):
     axis: str
     devices: int
 
-    def pass_on(self, states: Any, by: int) -> Any:
+    def pass_on(self, states: Sequence[jax.Array], by: int) -> list[jax.Array]:
         """Send each device's states to the device that follows by 1, or precedes by -1."""
         pairs = [(d, (d + by) % self.devices) for d in range(self.devices)]
-        return jax.tree.map(lambda state: jax.lax.ppermute(state, self.axis, pairs), states)
+        passed = list(states)
+        for own in _sent_together(states):
+            if len(own) == 1:
+                passed[own[0]] = jax.lax.ppermute(states[own[0]], self.axis, pairs)
+                continue
+            joined = jnp.concatenate([states[i].ravel() for i in own])
+            ends = np.cumsum([states[i].size for i in own])
+            parts = jnp.split(jax.lax.ppermute(joined, self.axis, pairs), ends[:-1])
+            for i, part in zip(own, parts, strict=True):
+                passed[i] = part.reshape(states[i].shape)
+        return passed
+
+
+SMALL_STATE = 1 << 16
+"""The most bytes of a state that is sent together with others of its dtype."""
+
+
+def _sent_together(states: Sequence[jax.Array]) -> list[list[int]]:
+    """Return the places of the states of each collective, which waits for all devices."""
+    # Other axes can shard a state too: joined, it would be gathered from them.
+    mesh = jax.sharding.get_abstract_mesh()
+    other = math.prod(mesh.shape[name] for name in (*mesh.auto_axes, *mesh.explicit_axes))
+    groups: dict[Any, list[int]] = {}
+    for i, state in enumerate(states):
+        is_small = other == 1 and state.nbytes <= SMALL_STATE
+        groups.setdefault(state.dtype if is_small else i, []).append(i)
+    return [*groups.values()]
 
 
 def absent_beyond(client_ids: Any, num_clients: Any) -> jax.Array:

@@ -241,6 +241,28 @@ def hops(devices):
     )
 
 
+def test_small_states_are_sent_together_and_keep_every_bit():
+    rng = np.random.default_rng(2)
+    shapes = [(2,), (2, 5), (2, 1 << 14), (2, 3, 2), ()]
+    types = [np.float32, np.float32, np.float32, np.int32, np.int32]
+    states = [rng.integers(-99, 99, (4, *s)).astype(t) for s, t in zip(shapes, types, strict=True)]
+    ring = RowRing("clients", 4)
+    mesh = fedpax.make_mesh(devices=jax.devices()[:4], clients=4)
+
+    def on_device(states):
+        passed = ring.pass_on([x[0] for x in states], 1)
+        return [x[None] for x in passed]
+
+    spec = P("clients")
+    pass_on = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec))
+    for passed, state in zip(pass_on(states), states, strict=True):
+        assert passed.dtype == state.dtype
+        assert np.array_equal(passed, np.roll(state, 1, axis=0))
+    # Two small arrays of each dtype, and a large one.
+    text = pass_on.lower(states).as_text()
+    assert text.count("collective_permute") == 3
+
+
 def test_rows_are_sharded_over_another_axis_too():
     """The loop is manual over the clients' axis alone."""
     rng = np.random.default_rng(3)

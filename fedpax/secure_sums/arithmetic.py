@@ -176,9 +176,11 @@ def _subsets(places: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 # ---- numbers as integers of 32 bits whose sums are exact
 #
 # Floats are sent as multiples of 2^-24, in three words of 21 bits: the sums of the words do not
-# overflow, so the sum is exact.
+# overflow, so the sum is exact. Each float32 is a multiple of 2^-149 and less than 2^128, for which
+# 14 words suffice.
 
-WORDS, _BITS, _SCALE = 3, 21, 2.0**24
+WORDS, EXACT_WORDS, _BITS = 3, 14, 21
+_SCALE, _EXACT_SCALE = 2.0**24, 2**149
 _LARGEST_FLOAT, _LARGEST_INTEGER = 2.0**29, 2**53  # such that 500 of them do not overflow
 
 
@@ -188,30 +190,59 @@ class NotSummableError(FedpaxError, ValueError):
 
 def to_words(x: np.ndarray) -> np.ndarray:
     """Return numbers as words `[..., 3]`, which can be summed."""
+    value, is_float = _real_numbers(x)
+    if not is_float:
+        return _split(value.astype(np.int64), WORDS)
+    if not np.all(np.abs(value) < _LARGEST_FLOAT):
+        raise NotSummableError("it has NaN, or numbers of 2**29 or more")
+    return _split(np.rint(value * _SCALE).astype(np.int64), WORDS)
+
+
+def to_exact_words(x: np.ndarray) -> np.ndarray:
+    """Return numbers as words `[..., 14]`, of which sums of float32 of any size are exact."""
+    value, is_float = _real_numbers(x)
+    if is_float and not np.all(np.abs(value) < 2.0**128):
+        raise NotSummableError("it has NaN, or numbers of 2**128 or more")
+    scale = _EXACT_SCALE if is_float else 1
+    ratios = [number.as_integer_ratio() for number in value.ravel().tolist()]
+    integers = np.empty(value.shape, object)
+    integers.ravel()[:] = [n * scale // d for n, d in ratios]
+    return _split(integers, EXACT_WORDS)
+
+
+def _real_numbers(x: np.ndarray) -> tuple[np.ndarray, bool]:
+    """Return integers, or floats as float64 and True; raise if they have no words."""
     x = np.asarray(x)
-    if x.dtype.kind in "biu":
-        if x.size and not np.abs(x.astype(np.float64)).max() < _LARGEST_INTEGER:
-            raise NotSummableError("it has integers of 2**53 or more")
-        value = x.astype(np.int64)
-    elif x.dtype.kind == "c":
+    if x.dtype.kind == "c":
         raise NotSummableError("it has complex numbers")
-    else:
-        floats = x.astype(np.float64)
-        if not np.all(np.abs(floats) < _LARGEST_FLOAT):
-            raise NotSummableError("it has NaN, or numbers of 2**29 or more")
-        value = np.rint(floats * _SCALE).astype(np.int64)
-    parts = [(value >> (_BITS * k)) & ((1 << _BITS) - 1) for k in range(WORDS)]
+    if x.dtype.kind not in "biu":
+        return x.astype(np.float64), True
+    if x.size and not np.abs(x.astype(np.float64)).max() < _LARGEST_INTEGER:
+        raise NotSummableError("it has integers of 2**53 or more")
+    return x, False
+
+
+def _split(value: np.ndarray, words: int) -> np.ndarray:
+    """Return the words of integers."""
+    parts = [(value >> (_BITS * k)) & ((1 << _BITS) - 1) for k in range(words)]
     return np.stack(parts, -1).astype(np.uint32)
 
 
 def from_words(words: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return the numbers whose words, or sums of words, are given."""
-    parts = words.view(np.uint32).astype(np.uint64)
-    shifts = np.uint64(_BITS) * np.arange(WORDS, dtype=np.uint64)
-    total = np.sum(parts << shifts, -1, dtype=np.uint64) & np.uint64(2**63 - 1)
-    value = np.where(total >= 2**62, total | np.uint64(2**63), total).view(np.int64)
+    parts, scale = words.view(np.uint32), _SCALE
+    if parts.shape[-1] == WORDS:
+        shifts = np.uint64(_BITS) * np.arange(WORDS, dtype=np.uint64)
+        total = np.sum(parts.astype(np.uint64) << shifts, -1, dtype=np.uint64)
+        total &= np.uint64(2**63 - 1)
+        value = np.where(total >= 2**62, total | np.uint64(2**63), total).view(np.int64)
+    else:
+        factors = np.array([1 << (_BITS * k) for k in range(EXACT_WORDS)], object)
+        total = np.asarray((parts.astype(object) * factors).sum(-1) % (1 << _BITS * EXACT_WORDS))
+        value = np.asarray(total - (total >> (_BITS * EXACT_WORDS - 1) << _BITS * EXACT_WORDS))
+        scale = _EXACT_SCALE
     if dtype.kind not in "biu":
-        return np.asarray(value / _SCALE).astype(dtype)
+        return np.asarray(value / scale).astype(dtype)
     if dtype.kind != "b" and value.size:
         info = np.iinfo(dtype)
         if (beyond := value[(value < info.min) | (value > info.max)]).size:

@@ -13,7 +13,7 @@ from fedpax.sites.site_files import SiteWatch, write_federation
 from fedpax.sites.site_table import LATE, SiteRecord
 from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
 from fedpax.sites.task_exchange import TaskExchange
-from fedpax.sites.tasks import ROUND, new_token
+from fedpax.sites.tasks import QUESTION, ROUND, new_token
 from fedpax.training.progress import Progress
 
 Properties = Mapping[str, str | None]
@@ -135,7 +135,10 @@ class Agreement:
     def wait_for_sites(self, number: int, least: int, *, ready: bool) -> bool:
         """Wait until so many sites are there; False at a signal."""
         self._exchange.waits_for = count_of(number, "site")
-        self._progress.note(f"waiting for {count_of(number, 'site')}")
+        note = f"waiting for {count_of(number, 'site')}"
+        if self._exchange.has_refused and not self._exchange.present(ready=False):
+            note += ": all are refused. Mend their data or flags, then start them again"
+        self._progress.note(note)
 
         def enough() -> bool:
             self._watch.update()
@@ -188,8 +191,8 @@ class Agreement:
         faults = dict(self._exchange.faults)
         for name in self._awaited_again(faults):
             self._progress.note(f"site {name} is asked again: {faults.pop(name)}")
-        self._refuse(faults, None)
-        self._progress.note("a site left while the inputs were agreed on; begins again")
+        if not self._refuse(faults, None):
+            self._progress.note("a site left while the inputs were agreed on; begins again")
         return None
 
     def _awaited_again(self, faults: Mapping[str, str]) -> list[str]:
@@ -209,7 +212,7 @@ class Agreement:
                 request: Any = server.send(reply)
             except StopIteration as end:
                 return end.value
-            header: dict[str, Any] = {"task": "question", "settings": question.settings}
+            header: dict[str, Any] = {"task": QUESTION, "settings": question.settings}
             header["num_clients"] = total
             replies = self._calls.ask(question.stages, request, token, header, who, len(present))
             if replies is None or len(without_faults(replies)) < len(present):

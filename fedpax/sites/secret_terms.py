@@ -12,12 +12,19 @@ import numpy as np
 from fedpax.aggregators.codecs import Codec
 from fedpax.aggregators.codecs.update_coder import UpdateCoder
 from fedpax.errors import ArgumentError, ConfigurationError
-from fedpax.secure_sums.arithmetic import WORDS, NotSummableError, from_words, to_words
+from fedpax.secure_sums.arithmetic import (
+    EXACT_WORDS,
+    WORDS,
+    NotSummableError,
+    from_words,
+    to_exact_words,
+    to_words,
+)
 from fedpax.secure_sums.roster import Message
 from fedpax.sites.contract import Json
 from fedpax.sites.downlink import SMALLEST, WHOLE, make_codec, whole
 from fedpax.sites.task_exchange import TaskExchange
-from fedpax.sites.tasks import TERM, ArrayTypes, SiteReply, Task, in_order, numbered
+from fedpax.sites.tasks import QUESTION, TERM, ArrayTypes, SiteReply, Task, in_order, numbered
 from fedpax.transforms.client_stages import Stage
 from fedpax.transforms.stages import Stages
 from fedpax.transport.calls import RefusedError
@@ -83,8 +90,9 @@ class SecretTerms:
             return {"fault": "this process began after the sum"}, {}
         assert self._side is not None
         try:
-            terms = in_order(TERM, arrays)
-            self._values = numbered(TERM, [to_words(x) for x in terms])
+            # Squares of columns are of any size, and models are large.
+            encode = to_exact_words if header["task"] == QUESTION else to_words
+            self._values = numbered(TERM, [encode(x) for x in in_order(TERM, arrays)])
             answer = self._side.answer(Message(header["request"]))
         except (SecureSumError, NotSummableError) as error:
             return {"fault": str(error)}, {}
@@ -130,7 +138,8 @@ def ask_for_sums(
     from fedpax.secure_sums import CoordinatorSide, SecureSumError
 
     session = f"{exchange.run} {task.token} {task.header['stage']}"
-    shapes = {f"{TERM} {i}": (*v.shape, WORDS) for i, v in enumerate(stage.terms)}
+    words = EXACT_WORDS if task.header["task"] == QUESTION else WORDS
+    shapes = {f"{TERM} {i}": (*v.shape, words) for i, v in enumerate(stage.terms)}
     side = CoordinatorSide(
         session, list(task.own), threshold=threshold, shapes=shapes, signer=signer
     )

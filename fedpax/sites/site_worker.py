@@ -26,6 +26,7 @@ from fedpax.sites.secret_terms import SecretTerms, Uplink
 from fedpax.sites.site_files import KeptValues, check_names
 from fedpax.sites.tasks import (
     EVALUATION,
+    QUESTION,
     ROUND,
     ROW,
     SHARED,
@@ -123,7 +124,7 @@ class SiteWorker:
             return self._evaluate(header, arrays), {}
         if task == SUM:
             return self._sums.answer(header), {}
-        if task == "question":
+        if task == QUESTION:
             return self._sums.send(header, *self._answer(header, arrays))
         if task == ROUND:
             return self._sums.send(header, *self._run_stage(header, arrays))

@@ -23,7 +23,7 @@ SHARED, ROW, TERM, SHOWN, WORD = "shared", "row", "term", "shown", "word"
 """First words of the names of arrays."""
 
 
-ROUND, EVALUATION = "round", "evaluate"
+ROUND, EVALUATION, QUESTION = "round", "evaluate", "question"
 """The kinds of tasks. Each task that is not an evaluation is part of a round."""
 
 ArrayTypes = tuple[tuple[int | None, ...], np.dtype]

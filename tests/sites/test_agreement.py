@@ -20,6 +20,8 @@ from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_table import LATE
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import Task
+from fedpax.training.progress import Progress
+from fedpax.transport.calls import RefusedError
 from fedpax.transport.message import Message
 from sites.federation import Changed, Line, run, write_hospitals
 from sites.small_experiment import small
@@ -84,19 +86,36 @@ def test_a_site_with_another_kind_of_column_is_refused(tmp_path: Path) -> None:
         np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
 
 
-def test_a_malformed_description_ends_no_run(tmp_path: Path) -> None:
-    def change(header: dict[str, Any]) -> dict[str, Any]:
-        if header["kind"] == "join":
-            header["description"] = {"clients": 1, "label": 3}
-        return header
+def malformed(header: dict[str, Any]) -> dict[str, Any]:
+    if header["kind"] == "join":
+        header["description"] = {"clients": 1, "label": 3}
+    return header
 
+
+def test_a_malformed_description_ends_no_run(tmp_path: Path) -> None:
     write_hospitals(tmp_path / "data", SIZES)
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in SIZES}
-    lines = {"a": lambda exchange: Changed(exchange, change)}
+    lines = {"a": lambda exchange: Changed(exchange, malformed)}
     outcome = federate(tmp_path, sites, experiment(rounds=1), "a", lines=lines)
     assert "its description is malformed" in outcome.refused["a"]
     (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
     assert line["sites"] == 2
+
+
+def test_a_coordinator_says_that_all_sites_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    noted = list[str]()
+    monkeypatch.setattr(Progress, "note", lambda self, text: noted.append(text))
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv") for s in SIZES}
+    lines = dict.fromkeys(SIZES, lambda exchange: Changed(exchange, malformed))
+    with pytest.raises(RefusedError, match="its description is malformed"):
+        run(experiment(), sites, tmp_path / "runs", lines=lines)
+    assert (
+        "waiting for 3 sites: all are refused. Mend their data or flags, then start them again"
+        in noted
+    )
 
 
 class FirstWithOtherTypes(Line):

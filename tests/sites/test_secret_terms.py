@@ -88,6 +88,25 @@ def test_equal_to_plain_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert set(received) == {np.dtype(np.uint32)}  # no float leaves a site
 
 
+def test_columns_of_any_unit(tmp_path: Path) -> None:
+    # Sums of squares of incomes are 1e11 here; those of doses are 1e-10.
+    write_hospitals(tmp_path / "data", SIZES)
+    for path in (tmp_path / "data").glob("*/*.csv"):
+        head, *rows = [line.split(",") for line in path.read_text().splitlines()]
+        rows = [[f"{1000 * float(a):.0f}", b, c and f"{c}e-6", d] for a, b, c, d in rows]
+        lines = [",".join(row) for row in [["income", *head[1:]], *rows]]
+        path.write_text("\n".join(lines) + "\n")
+    plain, secret = federate(tmp_path, "plain"), federate(tmp_path, "secret", secure_sums=True)
+    inputs = [x.coordinator.exchange.inputs["columns"] for x in (plain, secret)]
+    for column, other in zip(*inputs, strict=True):
+        assert column["mean"] == pytest.approx(other["mean"], rel=1e-6)
+        assert column["scale"] == pytest.approx(other["scale"], rel=1e-5)
+    assert [x["scale"] > 1e4 for x in inputs[1]] == [True, False, False]
+    for leaf, other in zip(plain.params, secret.params, strict=True):
+        assert np.abs(leaf).max() > 0.01
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
+
+
 def test_a_site_that_drops_out_of_a_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # In round 2 its terms are NaN: it says so, and the sum is of the three others.
     sizes = {**SIZES, "d": (30,)}

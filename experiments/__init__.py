@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fedpax.experiments.cohort_settings import PopulationConfig as PopulationConfig
     from fedpax.experiments.cohort_settings import ServerConfig as ServerConfig
     from fedpax.experiments.cohort_settings import SyntheticPopulation as SyntheticPopulation
+    from fedpax.experiments.diloco_text import DiLoCoText as DiLoCoText
     from fedpax.experiments.fedavg_images import FedAvgImages as FedAvgImages
     from fedpax.experiments.fedavg_table import FedAvgTable as FedAvgTable
 
@@ -35,6 +36,7 @@ _MODULES = {
     "ClientExperiment": "fedpax.experiments.client_experiment",
     "ClientTraining": "fedpax.experiments.client_methods",
     "CohortConfig": "fedpax.experiments.cohort_settings",
+    "DiLoCoText": "fedpax.experiments.diloco_text",
     "DirichletPopulation": "fedpax.experiments.cohort_settings",
     "ExperimentGroup": "fedpax.experiments.catalog",
     "FedAvgImages": "fedpax.experiments.fedavg_images",

@@ -6,6 +6,7 @@ are plain values are fields of its configuration.
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -92,6 +93,16 @@ class AggregatorConfig(Settings):
 
     def check_cohort(self, cohort_size: int) -> None:
         """Check that the settings fit the size of a cohort."""
+        share = getattr(self, "trim_fraction", 0)
+        if self.function.__name__ == "trimmed_mean" and 0 < share * cohort_size < 1 - 1e-9:
+            least = math.ceil(1000 / cohort_size) / 1000
+            remedy = f"Set --aggregator.trim_fraction={least:g} or more"
+            raise ArgumentError(
+                f"aggregator.trim_fraction={share:g} with cohort.size={cohort_size} leaves out no "
+                f"client, expected a client at each end. "
+                f"{remedy if cohort_size > 2 else 'Use a larger --cohort.size'}, or 0 for the mean "
+                "of all clients."
+            )
         for name, most in self.limits(cohort_size).items():
             value = getattr(self, name)
             if value is None or value <= most:

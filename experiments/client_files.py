@@ -237,10 +237,12 @@ def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
     sources = [_load(data, files, split) for split in splits]
     client = sources[0].client
     if client is None and one_client is None:
+        others = [name for name in sources[0].fields if name != data.label]
         raise ArgumentError(
-            f"data.files={' '.join(data.files)} is one file without clients, expected the column "
+            f"data.files={' '.join(data.files)} is one table without clients, expected the column "
             "that names an example's client. Set --data.client to one of "
-            f"{', '.join(map(repr, sources[0].fields))}."
+            f"{', '.join(map(repr, others))}, or name several files, such as "
+            "--data.files='FOLDER/*.csv', of which each is a client."
         )
     source, of_heldout = _join(sources, client, one_client)
     client = client or "client"
@@ -248,7 +250,9 @@ def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
     skipped = is_missing(source.table.column(data.label))
     if skipped.any():
         if data.missing_label == "error":
-            raise ArgumentError(missing_label_message(data.label, skipped))
+            first = source.table.column(client)[int(np.argmax(skipped))].as_py()
+            whose = f" of {client} {first!r}"
+            raise ArgumentError(missing_label_message(data.label, skipped, whose))
         rows = np.flatnonzero(~skipped)
     in_order = data.partition is not None  # the examples need not be sorted by client
     names, owners = _clients(source.table.column(client), rows, in_order=in_order)

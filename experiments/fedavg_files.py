@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from fedpax.algorithm import LossFn, Params
 from fedpax.checks import NonNegative
 from fedpax.clients.cohort import Cohort
+from fedpax.console import count_of
 from fedpax.data import ClientSampler, Partition
 from fedpax.data.rounds.labeled_examples import Preprocess, read_batches
 from fedpax.data.tables import Label
 from fedpax.deploy.batch_training import NEW, HeldoutClients
+from fedpax.errors import ArgumentError
 from fedpax.experiments.client_experiment import ClientExperiment
 from fedpax.experiments.client_files import FilesConfig, OpenFiles, PreparedFiles, open_files
 from fedpax.experiments.client_methods import KEPT, fine_tuned_models, sum_fine_tuned
@@ -140,7 +142,14 @@ class FedAvgFiles(ClientExperiment):
     @functools.cached_property
     def training_parts(self) -> dict[str, NDArray[np.int64]]:
         """The training examples of each client."""
-        return self.opened.parts(self.opened.training)
+        parts = self.opened.parts(self.opened.training)
+        if not parts:
+            raise ArgumentError(
+                f"data.heldout_fraction={self.data.heldout_fraction:g} leaves none of the "
+                f"{count_of(len(self.opened.owners), 'example')} to train on, expected some, "
+                "also in an evaluation. Set a smaller --data.heldout_fraction, or name more files."
+            )
+        return parts
 
     def sized(self, num_clients: int) -> Self:
         """Return the experiment with at most as many clients in a round as there are."""

@@ -22,7 +22,7 @@ from fedpax.data.tables import (
     infer_treatments,
     parse_treatment,
 )
-from fedpax.data.tables.features import describe_filled, fit_blocks
+from fedpax.data.tables.features import fit_blocks
 from fedpax.data.tables.labels import Task
 from fedpax.data.tables.treatments import MAX_CATEGORIES
 from fedpax.errors import ArgumentError
@@ -92,9 +92,9 @@ class TableConfig(FilesConfig):
         task: "regression" or "classification". Default None: text, booleans, and whole numbers of
             at most 20 distinct values are classes, other numbers are numbers to predict.
         columns: treatments of columns, as "NAME=KIND", "NAME=KIND:MISSING",
-            "NAME=number(LOW..HIGH)" or "NAME=category(A|B)", with KIND number, date, boolean,
-            category or left_out, and MISSING mean, false, category or error. NAME may have `*`. On
-            the command line, commas or spaces separate them.
+            "NAME=number(LOW..HIGH)", "NAME=date(2024-01-01..2024-12-31)" or "NAME=category(A|B)",
+            with KIND number, date, boolean, category or left_out, and MISSING mean, false, category
+            or error. NAME may have `*`. On the command line, commas or spaces separate them.
             Default (): by the rule of `fedpax.data.tables.infer_treatments`.
         max_categories: the largest number of distinct values of text that is a category.
         category_clients: number of clients that must have a value for it to be a category of its
@@ -180,7 +180,8 @@ def prepare_table(
         )
     examples, labels = encode_examples(table, fitted, label)
     notes = _describe(treatments, fitted, label)
-    return PreparedTable(examples, labels, fitted, label, notes, _filled(table, fitted))
+    new_values = fitted.describe_new_values(table.columns)
+    return PreparedTable(examples, labels, fitted, label, notes, new_values)
 
 
 def stated_label(data: TableConfig) -> Treatment | None:
@@ -231,12 +232,9 @@ def apply_saved_table(
             )
     examples, labels = encode_examples(table, features, label)
     notes = _describe([], features, label)
-    return PreparedTable(examples, labels, features, label, notes, _filled(table, features))
-
-
-def _filled(table: OpenFiles, features: TableFeatures) -> tuple[str, ...]:
-    line = describe_filled(features.count_filled(table.columns))
-    return (line,) if line else ()
+    return PreparedTable(
+        examples, labels, features, label, notes, features.describe_new_values(table.columns)
+    )
 
 
 def _describe(

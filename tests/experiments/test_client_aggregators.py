@@ -291,6 +291,20 @@ def test_the_limits_of_a_cohort_are_those_of_the_library(aggregator, size: int) 
 
 
 @pytest.mark.parametrize(
+    ("share", "size", "remedy"),
+    [(0.1, 8, "Set --aggregator.trim_fraction=0.125 or more, or 0"), (0.4, 2, "Use a larger --")],
+)
+def test_a_trimmed_mean_that_trims_no_client_is_told(share: float, size: int, remedy: str) -> None:
+    """0.1 of 8 clients is none of them: one faulty client would move the model as in a mean."""
+    change = functools.partial(dataclasses.replace, fedavg_synthetic())
+    config = TrimmedMean(trim_fraction=share)
+    with pytest.raises(ValueError, match=rf"with cohort\.size={size} leaves out no.*{remedy}"):
+        change(aggregator=config, cohort=CohortConfig(size=size))
+    change(aggregator=TrimmedMean(trim_fraction=0.0), cohort=CohortConfig(size=size))
+    change(aggregator=TrimmedMean(trim_fraction=0.1), cohort=CohortConfig(size=10))
+
+
+@pytest.mark.parametrize(
     "aggregator",
     [Krum(), Bulyan(), SecureMean(num_neighbors=2), PrivateSecureMean(num_neighbors=2)],
 )

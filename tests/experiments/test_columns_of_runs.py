@@ -126,7 +126,7 @@ def test_a_run_resumes_with_the_columns_that_it_began_with(folder: Path, tmp_pat
     assert losses["once"] == losses["twice"]
 
 
-def test_missing_values_that_training_has_not_are_counted(
+def test_values_that_training_has_not_are_counted(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     random = np.random.default_rng(0)
@@ -135,6 +135,7 @@ def test_missing_values_that_training_has_not_are_counted(
         rows = ["smokes,ward,age,outcome"]
         for k in range(30):
             known = [random.choice(["true", "false"]), random.choice(["A", "B"]), k]
+            known[1] = "C" if k in (4, 5) and missing else known[1]
             rows.append(",".join(map(str, [*("   " if k < missing else known)])) + f",{k % 2}")
         path.mkdir()
         (path / "Oslo.csv").write_text("\n".join(rows).replace(" ", "") + "\n")
@@ -146,17 +147,19 @@ def test_missing_values_that_training_has_not_are_counted(
     files, label = f"--data.files={tmp_path}/whole/*.csv", "--data.label=outcome"
     assert main(["train", "--exp=fedavg_table", files, label, "--training.rounds=1", run]) == 0
     assert main(["evaluate", run]) == 0
-    assert "missing values" not in capfd.readouterr().err
+    assert "that training" not in capfd.readouterr().err
     assert main(["evaluate", run, f"--data.files={tmp_path}/holed/*.csv"]) == 0
     line = (
         "fedavg_table: missing values, of which training has none: 3 of 'smokes' become false, 3 "
         "of 'ward' become no category, 3 of 'age' become the mean "
     )
-    assert line in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert line in told and "have no feature: 2 of 'ward', such as 'C'" in told
     columns = json.loads((tmp_path / "run" / "table.json").read_text())["columns"]
     features = TableFeatures.from_json(columns)
-    features({"smokes": [None, None], "ward": ["A", "B"], "age": [3, None]})
-    assert "2 of 'smokes' become false, 1 of 'age' become the mean" in caplog.text
+    features({"smokes": [None, None], "ward": ["D", None], "age": [3, None]})
+    assert "1 of 'ward' become no category, 1 of 'age' become the mean" in caplog.text
+    assert "1 of 'ward', such as 'D'" in caplog.text
 
 
 def test_one_file_is_evaluated_as_one_client(

@@ -214,8 +214,16 @@ def test_the_start_tells_what_is_left_out(folder: Path) -> None:
     ("flags", "message"),
     [
         ([], r"data.files=\(\) and data.label=None, expected files"),
-        (["--data.files={}/Oslo.csv", "--data.label=outcome"], "is one file without clients"),
-        (["--data.files={}/*.csv", "--data.label=kön"], "The label 'kön' has no value in"),
+        (["--data.files={}/Oslo.csv", "--data.label=outcome"], "one table without clients.* 'age'"),
+        (["--data.files={}", "--data.label=outcome"], r"such as --data.files='FOLDER/\*.csv'"),
+        (
+            ["--data.files={}/*.csv", "--data.label=kön"],
+            r"The label 'kön' has no value in .*, the first of them example \d+ of client '",
+        ),
+        (
+            ["--data.files={}/*.csv", "--data.label=outcome", "--data.heldout_fraction=0.99999"],
+            r"heldout_fraction=0.99999 leaves none of the 214 examples to train on",
+        ),
         (
             ["--data.files={}/*.csv", "--data.label=outcome", "--data.heldout_fraction=0"],
             "holds out none of 214 examples",

@@ -17,6 +17,7 @@ from fedpax.data.tables.fitted_column import (
     FittedColumn,
     bounded_numbers,
     checked_missing,
+    count_unknown,
 )
 from fedpax.data.tables.moments import Moments, moments_of_blocks, moments_of_ranges
 from fedpax.data.tables.treatments import Treatment
@@ -57,7 +58,7 @@ class TableFeatures:
         Raises:
             ValueError: a value is missing and its treatment is "error", or a number is too large.
         """
-        if line := describe_filled(self.count_filled(table)):
+        for line in self.describe_new_values(table):
             logging.getLogger(__name__).warning(line)
         return self.encode(table)
 
@@ -72,19 +73,23 @@ class TableFeatures:
         ]
         return np.concatenate(encoded, axis=1) if encoded else np.zeros((size, 0), np.float32)
 
-    def count_filled(self, table: Mapping[str, Any]) -> dict[FittedColumn, int]:
-        """Count the missing values of the columns of which no training client misses one."""
-        counts, names = {}, {*table}
+    def describe_new_values(self, table: Mapping[str, Any]) -> tuple[str, ...]:
+        """Describe how many values no training client has, and so have no feature of their own."""
+        filled, unknown, names = [], [], {*table}
         for column in self.columns:
-            if column.has_missing or column.treatment.missing == "error":
-                continue
-            if (name := column.treatment.name) in names:
-                count = sum(int(is_missing(piece).sum()) for piece in arrow_pieces(table[name]))
-            else:
-                count = len(next(iter(table.values())))
-            if count:
-                counts[column] = count
-        return counts
+            name, size = column.treatment.name, len(next(iter(table.values())))
+            pieces = arrow_pieces(table[name]) if name in names else []
+            if not column.has_missing and column.treatment.missing != "error":
+                count = sum(int(is_missing(x).sum()) for x in pieces) if pieces else size
+                filled += [f"{count:,} of {name!r} become {column.fill}"] * bool(count)
+            if column.treatment.kind == "category" and not column.has_other:
+                count, first = count_unknown(column.categories, pieces)
+                unknown += [f"{count:,} of {name!r}, such as {first!r}"] * bool(count)
+        lines = (
+            ("missing values, of which training has none: ", filled),
+            ("categories that training does not have, and that have no feature: ", unknown),
+        )
+        return tuple(start + _first_of(columns) for start, columns in lines if columns)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the columns as JSON values, from which `from_json` makes an equal object."""
@@ -109,14 +114,9 @@ class TableFeatures:
         return cls(tuple(fitted))
 
 
-def describe_filled(counts: Mapping[FittedColumn, int]) -> str:
-    """Describe the counts of `TableFeatures.count_filled`; "" for none."""
-    shown = [
-        f"{count:,} of {column.treatment.name!r} become {column.fill}"
-        for column, count in list(counts.items())[:10]
-    ]
-    shown += [f"and those of {count_of(len(counts) - 10, 'more column')}"] * (len(counts) > 10)
-    return "missing values, of which training has none: " + ", ".join(shown) if counts else ""
+def _first_of(columns: Sequence[str], most: int = 10) -> str:
+    more = [f"and those of {count_of(len(columns) - most, 'more column')}"]
+    return ", ".join([*columns[:most], *more * (len(columns) > most)])
 
 
 def fit_features(

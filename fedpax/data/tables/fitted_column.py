@@ -104,6 +104,18 @@ class FittedColumn:
         return [*known, (place < 0) & (codes >= 0)]
 
 
+def count_unknown(categories: Sequence[str], pieces: Sequence[Any]) -> tuple[int, str | None]:
+    """Count the values of a column that are none of its categories, and return the first one."""
+    count, first = 0, None
+    for piece in pieces:
+        distinct, codes = encode_texts(piece)
+        is_unknown = np.array([*(value not in categories for value in distinct), False])[codes]
+        if number := int(is_unknown.sum()):
+            first = first or distinct[codes[np.argmax(is_unknown)]]
+            count += number
+    return count, first
+
+
 def checked_missing(treatment: Treatment, column: Any) -> Bool[np.ndarray, " examples"]:
     """Return where a column has no value, or raise if its treatment is "error"."""
     missing = is_missing(column)

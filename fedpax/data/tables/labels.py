@@ -104,11 +104,13 @@ class Label:
         return cls(**{**fields, "classes": tuple(fields["classes"])})
 
 
-def missing_label_message(name: str, missing: Bool[np.ndarray, " examples"]) -> str:
+def missing_label_message(
+    name: str, missing: Bool[np.ndarray, " examples"], whose: str = ""
+) -> str:
     """Return the message for labels without a value."""
     return (
         f"The label {name!r} has no value in {int(missing.sum()):,} of {len(missing):,} examples, "
-        f"the first of them example {int(np.argmax(missing))}. Fill them in, or set "
+        f"the first of them example {int(np.argmax(missing))}{whose}. Fill them in, or set "
         "--data.missing_label=skip to leave these examples out."
     )
 

@@ -6,6 +6,7 @@ import fnmatch
 import math
 import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -108,10 +109,11 @@ def parse_treatment(text: str) -> Treatment:
     """Parse the treatment of a column, as `--data.columns` has it.
 
     Args:
-        text: "NAME=KIND", "NAME=KIND:MISSING", "NAME=number(LOW..HIGH)" or
-            "NAME=category(A|B|C)". KIND is number, date, boolean, category or left_out. MISSING is
-            mean, false, category or error. NAME may have `*` for any text: it then stands for all
-            columns that match and that no name without `*` states.
+        text: "NAME=KIND", "NAME=KIND:MISSING", "NAME=number(LOW..HIGH)",
+            "NAME=date(2024-01-01..2024-12-31)" or "NAME=category(A|B|C)". KIND is number, date,
+            boolean, category or left_out. MISSING is mean, false, category or error. NAME may have
+            `*` for any text: it then stands for all columns that match and that no name without `*`
+            states.
 
     Returns:
         The treatment.
@@ -151,18 +153,29 @@ def parse_treatment(text: str) -> Treatment:
         if len(set(values)) == len(values) and all(values):
             return treatment._replace(values=values)
     elif kind in ("number", "date"):
-        ends = inner.split("..")
         try:
-            low, high = map(float, ends)
+            low, high = (_bound(kind, end) for end in inner.split(".."))
         except ValueError:
             low, high = math.nan, math.nan
         if -math.inf < low < high < math.inf:
             return treatment._replace(bounds=(low, high))
     raise ArgumentError(
         f"data.columns has {text!r}, expected number(LOW..HIGH) or date(LOW..HIGH) with LOW below "
-        "HIGH (dates in days since 1970-01-01), or category(A|B) with different values. Set for "
-        "example --data.columns 'weight=number(0..300)'."
+        "HIGH (dates such as 2024-01-31, or in days since 1970-01-01), or category(A|B) with "
+        "different values. Set for example --data.columns 'weight=number(0..300)'."
     )
+
+
+def _bound(kind: Kind, text: str) -> float:
+    """Return an end of a range; a date in days, as `numbers` returns it."""
+    try:
+        return float(text)
+    except ValueError:
+        if kind != "date":
+            raise
+    moment = datetime.fromisoformat(text.strip())
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return (moment - datetime.fromtimestamp(0, UTC)) / timedelta(days=1)
 
 
 def infer_treatments(

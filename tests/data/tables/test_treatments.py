@@ -75,9 +75,19 @@ def test_described_treatments_parse_to_themselves(text: str) -> None:
     assert parse_treatment(f"{treatment.name}={treatment.describe()}") == treatment
 
 
+def test_the_ends_of_dates_are_those_of_the_column() -> None:
+    column = pa.array([datetime.date(1969, 12, 31), datetime.date(2024, 2, 29)])
+    ends = tuple(numbers(column))
+    assert parse_treatment("t=date(1969-12-31..2024-02-29)").bounds == ends
+    noon = parse_treatment("t=date(1970-01-02T12:00..1970-01-03T00:00+06:00)").bounds
+    assert noon == (1.5, 1.75)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("age=number(2024-01-01..2024-12-31)", "with LOW below HIGH"),
+        ("day=date(31.01.2024..2024-12-31)", r"dates such as 2024-01-31"),
         ("age", "expected NAME=KIND"),
         ("age=float", "expected NAME=KIND with KIND one of number, date, boolean"),
         ("age=number:category", "becomes error or mean, not category"),

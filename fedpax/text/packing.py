@@ -5,6 +5,7 @@ and the last token the separator. Targets are the inputs shifted by one, so spli
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -50,8 +51,23 @@ _AnyDocument = TypeVar("_AnyDocument", bound=AnyDocument)
 
 def padding(used: int, pairs: int, seq_len: int) -> int:
     """Return the pairs to leave empty, so that a document that fits in one row is in one row."""
+    if pairs > seq_len:
+        _tell_cut(pairs - 1, seq_len)
     room = -used % seq_len
     return room if pairs > room else 0
+
+
+def _tell_cut(tokens: int, seq_len: int) -> None:
+    """Tell the first conversation that no row holds, once for each length of rows."""
+    if seq_len not in _told:
+        _told.add(seq_len)
+        logging.getLogger(__name__).warning(
+            f"a conversation of {tokens:,} tokens is longer than a row of {seq_len:,}: the rest of "
+            "its answer is read without what is before it. Set a larger --data.seq_len."
+        )
+
+
+_told: set[int] = set()
 
 
 def starts_in_rows(pairs: Sequence[int], seq_len: int) -> Int64[np.ndarray, " documents_and_1"]:

@@ -9,6 +9,7 @@ from hypothesis import given
 from numpy.typing import NDArray
 
 from fedpax.data import SEPARATOR, pack
+from fedpax.text import packing
 from fedpax.text.packing import Batch
 
 # Any bytes, including the separator: document boundaries must not depend on token values.
@@ -120,3 +121,21 @@ def test_lists_are_packed_and_texts_raise() -> None:
 def test_negative_tokens_are_named():
     with pytest.raises(ValueError, match="Document 1 has the token -100, expected tokens from 0"):
         pack([np.array([1]), np.array([2, -100])], 4)
+
+
+def test_a_conversation_that_no_row_holds_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_told", set())
+
+    def rows(tokens: int) -> None:
+        made = np.zeros(tokens, np.int32)
+        documents = [packing.Document(made, np.ones(tokens + 1, np.bool_)) for _ in range(3)]
+        packing.keep_in_rows(documents, 8, 0)
+
+    rows(7)
+    assert not caplog.text
+    rows(8)
+    rows(30)
+    assert caplog.text.count("a conversation of 8 tokens is longer than a row of 8") == 1
+    assert "of 30" not in caplog.text

@@ -102,11 +102,12 @@ class TaskExchange:
                 f"the message has kind {kind[:100]!r}, expected join, reply, {', '.join(kinds)}. "
                 "Use the same version of fedpax on both sides, and a method that both run."
             )
-        name = self._name(peer, request)
-        self._check_is_not_refused(name, request.text("incarnation"))
+        name, incarnation = self._name(peer, request), request.text("incarnation")
         if kind == "reply":
+            self._check_is_not_refused(name, incarnation)
             return self._reply(name, request, message.arrays)
-        with self._changed:
+        with self._changed:  # a site that is refused meanwhile is not heard again
+            self._check_is_not_refused(name, incarnation)
             if kind == "join":
                 return self._join(name, request)
             if (site := self._site(name, request)) is None:

@@ -20,7 +20,6 @@ from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_table import LATE
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import Task
-from fedpax.training.progress import Progress
 from fedpax.transport.calls import RefusedError
 from fedpax.transport.message import Message
 from sites.federation import Changed, Line, run, write_hospitals
@@ -102,19 +101,15 @@ def test_a_malformed_description_ends_no_run(tmp_path: Path) -> None:
     assert line["sites"] == 2
 
 
-def test_a_coordinator_says_that_all_sites_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coordinator_says_that_all_sites_are_refused(tmp_path: Path, notes: list[str]) -> None:
     write_hospitals(tmp_path / "data", SIZES)
-    noted = list[str]()
-    monkeypatch.setattr(Progress, "note", lambda self, text: noted.append(text))
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv") for s in SIZES}
     lines = dict.fromkeys(SIZES, lambda exchange: Changed(exchange, malformed))
     with pytest.raises(RefusedError, match="its description is malformed"):
         run(experiment(), sites, tmp_path / "runs", lines=lines)
     assert (
         "waiting for 3 sites: all are refused. Mend their data or flags, then start them again"
-        in noted
+        in notes
     )
 
 

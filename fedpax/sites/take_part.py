@@ -14,7 +14,7 @@ import numpy as np
 from fedpax.algorithm import Params
 from fedpax.errors import ArgumentError
 from fedpax.preemption import PreemptionGuard
-from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.metrics import MetricsWriter, read_metrics, select
 from fedpax.run_files.paths import latest_round
 from fedpax.sites.contract import SiteExperiment
 from fedpax.sites.downlink import WHOLE, Receiver
@@ -132,7 +132,8 @@ class Site:
         self._closed = threading.Event()
         self._metrics = contextlib.ExitStack()
         self.finished, self.gave_up = False, False
-        self._answered: set[int] = set()  # rounds; a restarted coordinator repeats some
+        # Rounds, also of earlier processes; a restarted coordinator repeats some.
+        self._answered = {line["round"] for line in select(read_metrics(folder), "training")}
         self._worker = SiteWorker(
             experiment,
             folder,
@@ -154,7 +155,7 @@ class Site:
 
     @property
     def rounds(self) -> int:
-        """The number of rounds in which this process took part."""
+        """The number of rounds in which this site took part, over all of its processes."""
         return len(self._answered)
 
     def close(self) -> None:

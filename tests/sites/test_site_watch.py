@@ -9,7 +9,7 @@ from fedpax.sites.take_part import Site
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.training.progress import Progress
 from fedpax.transport.message import Message
-from sites.federation import Line
+from sites.federation import Line, run
 from sites.small_experiment import small
 
 
@@ -62,3 +62,12 @@ def test_a_killed_site_returns_at_once_and_in_another_folder_it_waits(
     assert start("oslo")
     assert [note for note in notes if "waiting: another process of site 'oslo'" in note]
     assert read_run(tmp_path / "oslo").run is None, "no coordinator has agreed yet"
+
+
+def test_a_site_that_is_started_again_counts_all_of_its_rounds(tmp_path: Path) -> None:
+    sites = {name: small(rounds=2, data_seed=seed) for seed, name in enumerate("abc")}
+    outcome = run(small(rounds=2), sites, tmp_path)
+    line, progress = Line(outcome.coordinator.exchange), Progress("a", rounds_done=0, rounds=2)
+    about = {"exp": "", "stop": lambda: False, "give_up_after": 5.0}
+    site = Site(sites["a"], tmp_path / "a", line, progress, name="a", **about)
+    assert site.rounds == 2

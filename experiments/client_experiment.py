@@ -248,7 +248,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             sample_present(sampler),
             accountant=configured_accountant(self.aggregator),
             batches=fitting._batch_shapes(),
-            notes=describe_privacy(self, in_stages=True),
+            notes=(*self.agreed, *describe_privacy(self, in_stages=True)),
         )
 
     def blank_example(self) -> Arrays | None:

@@ -182,7 +182,7 @@ class FedAvgFiles(ClientExperiment):
 
     def at_site(self, clients: ClientRange) -> SiteRun:
         """Make a site's run, which can evaluate a model of each client's own."""
-        run = super().at_site(clients)._replace(notes=self.prepared.cautions)
+        run = super().at_site(clients)._replace(notes=(*self.agreed, *self.prepared.cautions))
         if not self.opened.heldout.any():
             return run
         evaluate = functools.cache(lambda: self.evaluate_own_models(fine_tune=True))

@@ -241,13 +241,7 @@ def _describe(
     treatments: Sequence[Treatment], features: TableFeatures, label: Label
 ) -> tuple[str, ...]:
     """Return lines on the columns and the label."""
-    if label.task == "regression":
-        text = f"regression (mean {label.mean:.6g}, deviation {label.scale:.6g})"
-    else:
-        shown = [name if name == name.strip() else repr(name) for name in label.classes[:10]]
-        text = f"classification, {', '.join(shown)}"
-        text += ", ..." if len(label.classes) > 10 else ""
-    lines = [f"label {label.name!r}: {text}; {label.reason}"]
+    lines = [label.describe()]
     kinds = {
         kind: [column for column in features.columns if column.treatment.kind == kind]
         for kind in ("number", "date", "boolean", "category")
@@ -297,11 +291,12 @@ def describe_disclosures(
         )
     if optional := [c for c in features.columns if c.treatment.missing != "error"]:
         having = [c.treatment.name for c in optional if c.has_missing]
-        first = optional[0].treatment
+        first, shown = optional[0].treatment, f"{len(having) or 'none'} of {len(optional)}"
+        shown += f": {_list(map(repr, having))}" if having else ""
         lines.append(
-            f"not private: which of {len(optional)} columns miss a value at a client: "
-            f"{_list(map(repr, having)) if having else 'none'}; to send no such fact, fill them in "
-            f"and state --data.columns '{first.name}={first._replace(missing='error').describe()}'"
+            f"not private: which columns have missing values ({shown}), which clients disclose; to "
+            "disclose none, fill in all values, and state --data.columns "
+            f"'{first.name}={first._replace(missing='error').describe()}'"
         )
     return tuple(lines)
 

@@ -289,6 +289,12 @@ class OverSites:
         yield from ()
         return {}
 
+    @property
+    def agreed(self) -> Sequence[str]:
+        """Lines on what sites agreed on: the label and its classes, if there is one."""
+        label: Label | None = getattr(self, "label", None)
+        return () if label is None else (label.describe(),)
+
     def answer(self, settings: Mapping[str, Any], clients: ClientRange) -> Any:
         """Answer a question of `agree`."""
         raise NotImplementedError(f"{type(self).__name__} asks no questions")

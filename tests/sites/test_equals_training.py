@@ -77,6 +77,16 @@ def test_a_site_with_one_file_for_each_split(tmp_path: Path) -> None:
     assert (site.opened.training.sum(), site.opened.heldout.sum()) == (40, 12)
 
 
+def test_the_classes_of_all_sites_are_told(tmp_path: Path, notes: list[str]) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    (path,) = (tmp_path / "data" / "b").iterdir()
+    path.write_text(path.read_text().replace(",ill\n", ",stray\n"))
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in SIZES}
+    run(experiment(rounds=1), sites, tmp_path / "runs")
+    told = [line for line in notes if "label 'outcome': classification, ill, stray, well" in line]
+    assert len(told) == 1 + len(SIZES)
+
+
 def test_a_site_tells_which_missing_values_it_fills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

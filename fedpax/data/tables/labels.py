@@ -94,6 +94,16 @@ class Label:
             )
         return np.array([places[value] for value in distinct], np.int32)[codes]
 
+    def describe(self) -> str:
+        """Return a line that tells the classes, or the mean and deviation of numbers."""
+        if self.task == "regression":
+            text = f"regression (mean {self.mean:.6g}, deviation {self.scale:.6g})"
+        else:
+            shown = [name if name == name.strip() else repr(name) for name in self.classes[:10]]
+            text = f"classification, {', '.join(shown)}"
+            text += ", ..." if len(self.classes) > 10 else ""
+        return f"label {self.name!r}: {text}; {self.reason}"
+
     def to_json(self) -> dict[str, Any]:
         """Return the label as JSON values."""
         return dataclasses.asdict(self)

@@ -91,5 +91,5 @@ class Job:
         self.processes[0].send_signal(signal.SIGTERM)
         ends = finish(self.processes)
         assert [status for status, _, _ in ends] == [143] * self.count, ends[0][2]
-        saved = re.findall(rf"SIGTERM: saved (\d+) of {ENDLESS} rounds", ends[0][1])
+        saved = re.findall(rf"SIGTERM: saved (\d+) of {ENDLESS:,} rounds", ends[0][1])
         return [int(number) for number in saved], ends[0][2]

@@ -122,7 +122,7 @@ def test_a_signal_makes_all_save_the_same_round_once(
     assert complete_rounds(tmp_path / "checkpoints") == [saved]
     assert read_metrics(tmp_path)[-1]["round"] == saved
     assert status == 143, errors
-    assert f"SIGTERM: saved {saved} of 100000 rounds" in output
+    assert f"SIGTERM: saved {saved} of 100,000 rounds" in output
     assert other[:2] == (128 + (number if to == [1] else signal.SIGTERM), "")
 
 

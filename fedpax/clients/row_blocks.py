@@ -270,13 +270,6 @@ def row_fingerprints(leaves: list[jax.Array], blocks: RowBlocks) -> UInt64[np.nd
     Of a row whose bits change, the fingerprint stays with a probability of about 2^-64. Devices
     read their own rows. Fingerprints of two layouts cannot be compared. All processes must call
     this together.
-
-    Example:
-        >>> from fedpax.clients.row_blocks import row_blocks
-        >>> rows = jnp.array([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [-0.0, 1.0]])
-        >>> prints = row_fingerprints([rows], row_blocks([rows]))
-        >>> (prints[0] == prints).tolist()
-        [True, False, True, False]
     """
     words = _fingerprints(blocks)(leaves)
     if jax.process_count() > 1:

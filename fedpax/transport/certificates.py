@@ -167,14 +167,6 @@ def make_request(out: Path | str, name: str) -> str:
 
     `OUT/key.pem` is the private key: it stays at the site. `OUT/request.pem` holds the name and the
     public key, signed by the private key: send it to the coordinator. Both files have mode 0600.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp()) / "me"
-        >>> make_request(folder, "hospital-1")
-        'SHA256:...'
-        >>> sorted(path.name for path in folder.iterdir())
-        ['key.pem', 'request.pem']
     """
     check_name("name", name)
     key = ec.generate_private_key(ec.SECP256R1())
@@ -199,22 +191,6 @@ def sign_request(
     `OUT/certificate.pem` and `OUT/authority.pem` go beside the site's key. They are not secret. The
     certificate holds the request's name and public key, and nothing else of the request. It allows
     to connect, and not to serve: a site cannot pose as the coordinator, whatever its name is.
-
-    Example:
-        >>> import tempfile
-        >>> from fedpax.transport.certificates import make_certificates, read_certificates
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> _ = make_certificates(folder / "authority", ["syncer.example.org"])
-        >>> fingerprint = make_request(folder / "me", "hospital-1")  # at the site
-        >>> signed = sign_request(
-        ...     folder / "me" / "request.pem", folder / "authority" / "authority", folder / "signed"
-        ... )
-        >>> signed.name, signed.fingerprint == fingerprint
-        ('hospital-1', True)
-        >>> for file in (folder / "signed").iterdir():  # at the site, which gets the two files
-        ...     _ = file.rename(folder / "me" / file.name)
-        >>> read_certificates(folder / "me").name
-        'hospital-1'
     """
     check_days(days)
     name, public = _check_request(Path(request))

@@ -187,6 +187,8 @@ def _plain(array: Any) -> NDArray[Any]:
         return _object_array([values[a:b] for a, b in itertools.pairwise(offsets)])
     if pa.types.is_nested(data_type):
         return _object_array([_nested(value) for value in array.to_pylist()])
+    if pa.types.is_interval(data_type):  # `to_numpy` of PyArrow 26 crashes
+        return _object_array(array.to_pylist())
     if data_type == pa.time64("ns"):  # Python's times have microseconds
         array = array.view(pa.duration("ns"))
     plain: NDArray[Any] = array.to_numpy(zero_copy_only=False)

@@ -106,10 +106,10 @@ class FittedColumn:
 
 def count_unknown(categories: Sequence[str], pieces: Sequence[Any]) -> tuple[int, str | None]:
     """Count the values of a column that are none of its categories, and return the first one."""
-    count, first = 0, None
+    count, first, known = 0, None, {*categories}
     for piece in pieces:
         distinct, codes = encode_texts(piece)
-        is_unknown = np.array([*(value not in categories for value in distinct), False])[codes]
+        is_unknown = np.array([*(value not in known for value in distinct), False])[codes]
         if number := int(is_unknown.sum()):
             first = first or distinct[codes[np.argmax(is_unknown)]]
             count += number

@@ -119,6 +119,7 @@ def test_tfrecords_of_examples(tmp_path: Path) -> None:
     assert source.client_names == ["ann", "bö"]
     ordered = sorted(expected, key=lambda row: row["user"])
     assert [{**row, "n": row["n"].tolist()} for row in source] == ordered
+    assert source.column("x").dtype == np.float32  # as TensorFlow has it
     shards = load(tmp_path / "*.tfrecord")
     assert shards.client_starts is None and len(shards) == 20
     made = prepare(tmp_path / "all.tfrecord.gz", tmp_path / "out", client="user").source

@@ -1,5 +1,6 @@
 """Tests of JSON lines, lists of JSON objects and LEAF's JSON."""
 
+import datetime
 import gzip
 import json
 from pathlib import Path
@@ -32,6 +33,19 @@ def test_numbers_of_json_become_texts_if_types_say_so(tmp_path: Path) -> None:
         assert source.table.column("day").to_pylist() == ["2026-01-02", None, None, None]
 
 
+def test_texts_of_json_become_dates_and_numbers_if_types_say_so(tmp_path: Path) -> None:
+    """The error said that the column "changed from number to string in row 0"."""
+    (tmp_path / "a.jsonl").write_text('{"day": "2026-01-02", "x": "1"}\n{"day": null}\n')
+    types = {"day": "date32", "x": "int64"}
+    sources = (
+        load(tmp_path / "a.jsonl", types=types),
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", types=types).source,
+    )
+    for source in sources:
+        assert source.table.column("day").to_pylist() == [datetime.date(2026, 1, 2), None]
+        assert source.table.column("x").to_pylist() == [1, None]
+
+
 def test_leaf(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     images = {f"f{k}": rng.random((k + 1, 6)).round(3) for k in (3, 0, 2)}
@@ -51,6 +65,11 @@ def test_leaf(tmp_path: Path) -> None:
     np.testing.assert_array_equal(source.column("y"), np.concatenate([labels[u] for u in order]))
     (tmp_path / "a.json").write_text('{"users": ["u"], "user_data": {}}')
     with pytest.raises(ValueError, match=r"a.json cannot be read as json: .* of user 'u'"):
+        load(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text(
+        '{"users": ["u"], "num_samples": [3], "user_data": {"u": {"x": [0, 1]}}}'
+    )
+    with pytest.raises(ValueError, match=r"user 'u' has \{'x': 2, 'num_samples': 3\} values"):
         load(tmp_path / "a.json")
 
 

@@ -164,7 +164,10 @@ def _check_nesting_of_lines(block: bytes, number: int = 0) -> None:
 def _parse_lines(
     open_: Callable[[], Any], block_size: int, types: Mapping[str, pa.DataType]
 ) -> pa.Table:
-    """Parse lines with stated types; numbers and booleans that are stated as texts stay numbers."""
+    """Parse lines; `read_table` casts a column whose values the parser does not read as its type.
+
+    These are numbers and booleans that are stated as texts, and dates that are texts.
+    """
     schema = pa.schema(list(types.items())) if types else None
     try:
         with open_() as opened:
@@ -174,11 +177,12 @@ def _parse_lines(
                 arrow_json.ParseOptions(newlines_in_values=False, explicit_schema=schema),
             )
     except pa.ArrowInvalid as error:
-        changed = re.search(r"Column\(/(.*)\) changed from string to (number|boolean)", str(error))
+        change = r"Column\(/(.*)\) changed from (?:string to|number to string)"
+        changed = re.search(change, str(error))
         if changed is None or changed[1] not in types:
             raise
         others = {name: data_type for name, data_type in types.items() if name != changed[1]}
-        return _parse_lines(open_, block_size, others)  # `read_table` casts the column
+        return _parse_lines(open_, block_size, others)
 
 
 def read_json(file: DataFile, options: ReadOptions) -> pa.Table:
@@ -234,8 +238,10 @@ def read_leaf(content: Mapping[str, Any]) -> pa.Table:
         )
     fields: dict[str, list[Any]] = {name: [] for user in users for name in user_data[user]}
     clients: list[str] = []
+    num_samples = dict(zip(users, content.get("num_samples") or (), strict=False))
     for user in users:
         sizes = {name: len(user_data[user].get(name, ())) for name in fields}
+        sizes |= {"num_samples": num_samples[user]} if user in num_samples else {}
         if len(set(sizes.values())) > 1:
             raise ArgumentError(f"user {user!r} has {sizes} values, expected equal numbers")
         clients += [user] * next(iter(sizes.values()), 0)

@@ -22,6 +22,10 @@ from fedpax.user_files.read_table import add_clients, join_parts
 _ROWS_AT_ONCE = 1 << 14
 _LARGEST = 1 << 31  # bytes of a record: protobuf reads no longer one
 _GROUP = "serialized_bytes"  # the feature list of Dataset Grouper
+_FLOATS = {  # Python's floats are float64; those of `tf.train.Example` are float32
+    pa.float64(): pa.float32(),
+    pa.list_(pa.float64()): pa.list_(pa.float32()),
+}
 
 
 def read_tfrecord(file: DataFile, options: ReadOptions) -> pa.Table:
@@ -78,7 +82,8 @@ def _to_table(rows: list[dict[str, Any]], clients: list[str]) -> pa.Table:
         values = [row.get(name) for row in rows]
         if any(isinstance(value, list) for value in values):  # of another length in each example
             values = [v if v is None or isinstance(v, list) else [v] for v in values]
-        columns[name] = pa.array(values)
+        column = pa.array(values)
+        columns[name] = column.cast(_FLOATS.get(column.type, column.type))
     table = pa.table(columns)
     return add_clients(table, clients) if clients else table
 

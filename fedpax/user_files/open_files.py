@@ -49,6 +49,14 @@ def open_files(files: Any, options: LoadOptions) -> TableSource:
             return source
         check_copy(source.name, source.table.nbytes)
         return sort_by_client(source.name, folder, source.table, source.client, source.label)
+    if isinstance(files, Mapping) and any(map(_is_data_set, files.values())):  # a DatasetDict
+        if options.split not in files:
+            raise ArgumentError(
+                f"The data sets are the splits {', '.join(map(str, files))}, but split is "
+                f"{options.split!r}, expected one of them. Give one, such as "
+                f"split={next(iter(files))!r}."
+            )
+        files, options = files[options.split], options._replace(split=None)
     if (table := memory_table(files, options.columns)) is not None:
         check_split("the table", options)
         return _make_source("the table", Path(), table, options, options.client)
@@ -211,7 +219,7 @@ def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
     """Return a table that is in memory, or None if `data` is something else, such as paths."""
     if isinstance(data, Mapping):
         table = pa.table({name: _to_arrow(name, values) for name, values in data.items()})
-    elif hasattr(data, "with_format") and hasattr(data, "features"):  # Hugging Face
+    elif _is_data_set(data):
         table = pa.table(data.with_format("arrow")[:])
     elif hasattr(data, "__arrow_c_stream__"):
         table = pa.table(data)
@@ -235,11 +243,18 @@ def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
     return table.replace_schema_metadata(None)
 
 
+def _is_data_set(data: Any) -> bool:
+    """Return whether `data` is a data set of Hugging Face."""
+    return all(hasattr(data, name) for name in ("with_format", "features", "__getitem__"))
+
+
 def _to_arrow(name: str, values: Any) -> Any:
     """Convert the values of a column, one for each example."""
     try:
         if isinstance(values, np.ma.MaskedArray) and values.ndim == 1:
             return pa.array(values.data, mask=np.ma.getmaskarray(values))
+        if isinstance(values, Mapping | str | bytes) or not hasattr(values, "__len__"):
+            raise TypeError("it is not one value for each example")
         is_array = isinstance(values, np.ndarray)
         return array_to_arrow(host_array(values, "it")) if is_array else pa.array(values)
     except (pa.ArrowException, TypeError, ValueError) as error:

@@ -65,6 +65,16 @@ def test_tables_of_all_kinds(tmp_path: Path) -> None:
     assert len(train) + len(held) == 30 and 0 < len(held) < 25
 
 
+def test_a_dict_of_data_sets_has_splits() -> None:
+    """Splits of equal length became two columns with the examples of both."""
+    x, y = (Dataset(pa.table({"x": [k, 9, k]}), pa.array([2, 1, 0])) for k in range(2))
+    splits = {"train": x, "test": y}
+    assert load(splits, "test").column("x").tolist() == [1, 9, 1]
+    for split in (None, "dev"):
+        with pytest.raises(ValueError, match=r"splits train, test, but split is .* split='train'"):
+            load(splits, split)
+
+
 def test_missing_values_and_what_is_refused() -> None:
     masked = np.ma.MaskedArray([1, 2, 3], mask=[0, 1, 0])
     source = load({"x": masked, "y": ["a", None, "b"]}, columns=["x"])
@@ -75,6 +85,9 @@ def test_missing_values_and_what_is_refused() -> None:
         load(pa.table([[1], [2]], ["x", "x"]))
     with pytest.raises(ValueError, match="no examples"):
         load({"x": []})
+    for values in ({"x": [1]}, "abc", 7, iter([1])):
+        with pytest.raises(ValueError, match=r"column 'ann', .* it is not one value for each"):
+            load({"ann": values})
     with pytest.raises(ValueError, match=r"client='u' is not a column of the table"):
         load({"x": [1]}, client="u")
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from fedpax.aggregators import Aggregator, PrivacyAccountant
+from fedpax.aggregators import Aggregator, PrivacyAccountant, privacy_spent
 from fedpax.console import count_of
 from fedpax.data import ClientSampler
-from fedpax.errors import ArgumentError, ConfigurationError
+from fedpax.errors import ArgumentError, ConfigurationError, MissingPackageError
 from fedpax.experiments.client_aggregators import AggregatorConfig
 from fedpax.experiments.client_methods import MethodConfig
 from fedpax.experiments.cohort_settings import CohortConfig
@@ -136,6 +136,7 @@ def describe_privacy(experiment: PrivateRun, *, in_stages: bool = False) -> tupl
             "examples, which epsilon does not count"
         )
     if not in_stages:
+        lines += _describe_amplification(experiment, accountant)
         lines.append(
             "simulated in one program: the noise is drawn from "
             f"cohort.seed={experiment.cohort.seed}, which config.json holds. A reader who knows "
@@ -152,3 +153,30 @@ def describe_privacy(experiment: PrivateRun, *, in_stages: bool = False) -> tupl
             " see what clients send in fedpax.stages(...).explain()"
         )
     return tuple(lines)
+
+
+def _describe_amplification(experiment: PrivateRun, accountant: PrivacyAccountant) -> list[str]:
+    """State the smaller epsilon of Poisson sampling in one program; nothing of other sampling.
+
+    It holds if the output does not show who joined. `private_mean` adds its noise also to a round
+    that nobody joins. A mean with `min_participants` is exactly 0 if too few clients join: the
+    output then shows it. Over sites, each site knows `cohort.seed`, and so who joined.
+    """
+    probability = experiment.cohort.sampling_probability
+    is_private_mean = isinstance(experiment.aggregator, AggregatorConfig.of("private_mean"))
+    if probability is None or not is_private_mean:
+        return []
+    try:
+        epsilon = privacy_spent(
+            noise_multiplier=accountant.noise_multiplier,
+            num_rounds=experiment.training.rounds,
+            delta=accountant.delta,
+            sampling_probability=probability,
+            releases_before=accountant.releases_before,
+        )
+    except MissingPackageError:
+        return ["install fedpax[privacy] for epsilon with amplification by Poisson sampling"]
+    return [
+        f"private: epsilon {epsilon:.4g} with amplification by Poisson sampling of the rounds, for "
+        "a reader of the model alone, who knows neither cohort.seed nor which clients join a round"
+    ]

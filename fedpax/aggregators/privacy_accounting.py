@@ -42,6 +42,7 @@ def privacy_spent(
     cohort_size: int | None = None,
     num_clients: int | None = None,
     discrete: bool = False,
+    releases_before: int = 0,
 ) -> float:
     """Compute the epsilon of (epsilon, delta)-differential privacy after some rounds.
 
@@ -72,6 +73,9 @@ def privacy_spent(
         num_clients: number of clients to draw from; given with `cohort_size`.
         discrete: the noise is discrete Gaussian, as in `private_secure_mean`: accounted by
             concentrated differential privacy, without sampling. Default False: Gaussian noise.
+        releases_before: number of releases with the same noise multiplier that all clients were
+            part of before the first round, such as 1 for the statistics of a table. They are
+            composed with the rounds, without sampling. Default 0.
 
     Returns:
         Epsilon; infinity if `noise_multiplier` is 0.
@@ -100,9 +104,8 @@ def privacy_spent(
     name = "privacy_spent"
     remedy = "Use the noise_multiplier of private_mean()."
     noise = check_argument(name, "noise_multiplier", noise_multiplier, NON_NEGATIVE, remedy=remedy)
-    spent = _account(
-        name, num_rounds, delta, sampling_probability, cohort_size, num_clients, discrete
-    )
+    rounds = num_rounds, releases_before
+    spent = _account(name, rounds, delta, sampling_probability, cohort_size, num_clients, discrete)
     return math.inf if noise == 0 else spent(noise)
 
 
@@ -115,6 +118,7 @@ def noise_multiplier_for(
     cohort_size: int | None = None,
     num_clients: int | None = None,
     discrete: bool = False,
+    releases_before: int = 0,
 ) -> float:
     """Find the smallest noise multiplier that spends at most epsilon: inverts `privacy_spent`.
 
@@ -126,6 +130,7 @@ def noise_multiplier_for(
         cohort_size: as in `privacy_spent`.
         num_clients: as in `privacy_spent`.
         discrete: as in `privacy_spent`.
+        releases_before: as in `privacy_spent`.
 
     Returns:
         The noise multiplier, at most 0.001 above the smallest one. With sampling, the search takes
@@ -150,9 +155,8 @@ def noise_multiplier_for(
     name = "noise_multiplier_for"
     remedy = "Use 1.0 to 10.0; the smaller epsilon is, the more noise is needed."
     epsilon = check_argument(name, "epsilon", epsilon, POSITIVE, remedy=remedy)
-    spent = _account(
-        name, num_rounds, delta, sampling_probability, cohort_size, num_clients, discrete
-    )
+    rounds = num_rounds, releases_before
+    spent = _account(name, rounds, delta, sampling_probability, cohort_size, num_clients, discrete)
     lower = upper = 1.0
     while spent(upper) > epsilon:
         lower, upper = upper, 2 * upper
@@ -180,7 +184,7 @@ def noise_multiplier_for(
 
 def _account(
     function: str,
-    num_rounds: int,
+    rounds: tuple[int, int],
     delta: float,
     sampling_probability: float | None,
     cohort_size: int | None,
@@ -189,7 +193,8 @@ def _account(
 ) -> Callable[[float], float]:
     """Check the arguments that describe the rounds, and return epsilon by noise multiplier."""
     remedy = "Use the number of rounds of the training."
-    num_rounds = check_argument(function, "num_rounds", num_rounds, COUNT, remedy=remedy)
+    num_rounds = check_argument(function, "num_rounds", rounds[0], COUNT, remedy=remedy)
+    before = _check_releases_before(function, rounds[1])
     remedy = "Use well below 1 over the population's size, such as 1e-6."
     delta = check_argument(function, "delta", delta, Range(above=0, below=1), remedy=remedy)
     if (cohort_size is None) != (num_clients is None):
@@ -207,17 +212,18 @@ def _account(
             f"{function}(): discrete noise is accounted without sampling. Leave out "
             "sampling_probability, cohort_size and num_clients."
         )
-    rounds: dict[str, Any] = {"num_rounds": num_rounds, "delta": delta}
+    together: dict[str, Any] = {"num_rounds": num_rounds + before, "delta": delta}
     if discrete:
-        return functools.partial(_concentrated_epsilon, **rounds)
+        return functools.partial(_concentrated_epsilon, **together)
+    apart: dict[str, Any] = {"num_rounds": num_rounds, "before": before, "delta": delta}
     if sampling_probability is not None:
         remedy = "Divide the expected size of a cohort by the population's size."
         probability = check_argument(
             function, "sampling_probability", sampling_probability, PROBABILITY, remedy=remedy
         )
-        return functools.partial(_poisson_epsilon, **rounds, probability=probability)
+        return functools.partial(_poisson_epsilon, **apart, probability=probability)
     if cohort_size is None or num_clients is None:
-        return functools.partial(_gaussian_epsilon, **rounds)
+        return functools.partial(_gaussian_epsilon, **together)
     size = check_argument(
         function, "cohort_size", cohort_size, COUNT, remedy="Use the size of a round's cohort."
     )
@@ -230,7 +236,12 @@ def _account(
             "Cohorts are drawn without replacement: use a smaller cohort."
         )
     sizes = {"cohort_size": size, "num_clients": population}
-    return functools.partial(_fixed_size_epsilon, **rounds, **sizes)
+    return functools.partial(_fixed_size_epsilon, **apart, **sizes)
+
+
+def _check_releases_before(function: str, number: int) -> int:
+    remedy = "Use 0 if the clients have sent nothing before the first round."
+    return check_argument(function, "releases_before", number, COUNT_OR_ZERO, remedy=remedy)
 
 
 # The filters of warnings belong to all threads.
@@ -254,15 +265,18 @@ def _concentrated_epsilon(noise: float, num_rounds: int, delta: float) -> float:
     return float(accountant.get_epsilon(delta))
 
 
-def _poisson_epsilon(noise: float, num_rounds: int, delta: float, probability: float) -> float:
+def _poisson_epsilon(
+    noise: float, num_rounds: int, before: int, delta: float, probability: float
+) -> float:
     dp = _import_dp_accounting()
-    unsampled = _gaussian_epsilon(noise, num_rounds, delta)
+    unsampled = _gaussian_epsilon(noise, num_rounds + before, delta)
     loss = 0.5 / noise / noise + 10 / noise  # of a round, up to ten standard deviations
     if probability == 1 or loss > MOST_LOSS:
         return unsampled
-    event = dp.SelfComposedDpEvent(
-        dp.PoissonSampledDpEvent(probability, dp.GaussianDpEvent(noise)), num_rounds
-    )
+    sampled = dp.PoissonSampledDpEvent(probability, dp.GaussianDpEvent(noise))
+    event = dp.SelfComposedDpEvent(sampled, num_rounds)
+    if before:
+        event = dp.ComposedDpEvent([dp.GaussianDpEvent(noise / math.sqrt(before)), event])
     # Bounds of integer orders are fast. They tell how large the losses of all rounds are.
     renyi = dp.rdp.RdpAccountant(orders=[*range(2, 65), 128, 256, 512, 1024])
     renyi.compose(event)
@@ -276,16 +290,18 @@ def _poisson_epsilon(noise: float, num_rounds: int, delta: float, probability: f
 
 
 def _fixed_size_epsilon(
-    noise: float, num_rounds: int, delta: float, cohort_size: int, num_clients: int
+    noise: float, num_rounds: int, before: int, delta: float, cohort_size: int, num_clients: int
 ) -> float:
     dp = _import_dp_accounting()
     noise /= 2  # replacing a participant changes the sum by up to twice the clipping norm
-    unsampled = _gaussian_epsilon(noise, num_rounds, delta)
+    unsampled = _gaussian_epsilon(noise, num_rounds + before, delta)
     if unsampled > MOST_LOSS or noise > MOST_SAMPLED_NOISE:
         return unsampled
     accountant = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
     event = dp.SampledWithoutReplacementDpEvent(num_clients, cohort_size, dp.GaussianDpEvent(noise))
     accountant.compose(event, num_rounds)
+    if before:
+        accountant.compose(dp.GaussianDpEvent(noise), before)
     return min(unsampled, float(accountant.get_epsilon(delta)))
 
 
@@ -377,10 +393,7 @@ def accountant_of(
     """Check the arguments of an aggregator, and return its accountant; None without noise."""
     remedy = "Use well below 1 over the population's size, such as 1e-6."
     delta = check_argument(function, "delta", delta, Range(above=0, below=1), remedy=remedy)
-    remedy = "Use 0 if the clients have sent nothing before the first round."
-    releases_before = check_argument(
-        function, "releases_before", releases_before, COUNT_OR_ZERO, remedy=remedy
-    )
+    releases_before = _check_releases_before(function, releases_before)
     if not noise_multiplier:
         return None
     return PrivacyAccountant(noise_multiplier, delta, releases_before)

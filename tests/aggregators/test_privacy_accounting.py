@@ -1,5 +1,6 @@
 """Epsilon: against closed forms, the literature's figures, and the dp-accounting library."""
 
+import functools
 import math
 import resource
 import sys
@@ -82,6 +83,42 @@ def test_fixed_size_cohorts_are_those_of_the_library(dp_accounting):
     assert exact == pytest.approx(all_of_them)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "alike"),
+    [({"sampling_probability": 0.01}, 1.0), ({"cohort_size": 10, "num_clients": 1000}, 0.5)],
+)
+def test_releases_before_the_rounds_are_composed_without_sampling(dp_accounting, sampling, alike):
+    """The release of all clients dominates; sampled rounds add the little that they add."""
+    noise, arguments = 4.0, {"num_rounds": 20, "delta": 1e-5}
+    spent = functools.partial(privacy_spent, noise_multiplier=noise, **arguments, **sampling)
+    release = gaussian_delta(spent(releases_before=1), noise * alike)  # of the release alone
+    assert 0 < release < 1e-5
+    assert spent() < spent(releases_before=1) < spent(releases_before=2)
+    unsampled = privacy_spent(noise_multiplier=noise * alike, num_rounds=21, delta=1e-5)
+    assert spent(releases_before=1) < unsampled
+    relation = dp_accounting.NeighboringRelation
+    accountant = dp_accounting.rdp.RdpAccountant(
+        neighboring_relation=relation.REPLACE_ONE if alike < 1 else relation.ADD_OR_REMOVE_ONE
+    )
+    gaussian = dp_accounting.GaussianDpEvent(noise * alike)
+    rounds = (
+        dp_accounting.PoissonSampledDpEvent(0.01, gaussian)
+        if alike == 1
+        else dp_accounting.SampledWithoutReplacementDpEvent(1000, 10, gaussian)
+    )
+    accountant.compose(rounds, 20).compose(gaussian)
+    bound = accountant.get_epsilon(1e-5)  # the moments of a Poisson sample are looser than losses
+    assert 0.75 * bound < spent(releases_before=1) <= bound * (1 + 1e-9)
+
+
+def test_releases_before_count_as_rounds_without_sampling():
+    for sampling in ({}, {"discrete": True}, {"sampling_probability": 1.0}):
+        arguments = {"noise_multiplier": 3.0, "delta": 1e-5} | sampling
+        together = privacy_spent(num_rounds=12, **arguments)
+        apart = privacy_spent(num_rounds=10, releases_before=2, **arguments)
+        assert apart == pytest.approx(together)
+
+
 @pytest.mark.slow
 def test_epsilon_falls_with_noise_and_rises_with_rounds_and_sampling():
     def spent(noise_multiplier=2.0, num_rounds=10, sampling_probability=0.1):
@@ -128,6 +165,7 @@ def test_the_noise_multiplier_is_the_smallest_that_keeps_the_budget(sampling):
         ({"delta": 0.0}, ValueError, "delta is 0.0, expected .* above 0 and below 1. Use well"),
         ({"delta": 1.0}, ValueError, "delta is 1.0, expected .* below 1. Use well below"),
         ({"num_rounds": 0}, ValueError, "num_rounds is 0, expected an int of at least 1. Use"),
+        ({"releases_before": -1}, ValueError, "releases_before is -1, expected .* Use 0 if"),
         ({"num_rounds": 1.5}, TypeError, "num_rounds is 1.5, expected an int"),
         ({"sampling_probability": 1.5}, ValueError, "is 1.5, expected .* at most 1. Divide"),
         ({"cohort_size": 5}, ValueError, "num_clients is None, expected both"),

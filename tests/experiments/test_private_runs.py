@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +15,13 @@ import pytest
 
 import fedpax
 from fedpax import Cohort
-from fedpax.aggregators import PrivacyAccountant, adaptive_clip, chain, private_mean
+from fedpax.aggregators import (
+    PrivacyAccountant,
+    adaptive_clip,
+    chain,
+    privacy_spent,
+    private_mean,
+)
 from fedpax.algorithms import async_diloco, fedavg, fedbuff
 from fedpax.errors import ConfigurationError
 from fedpax.experiments.client_aggregators import aggregator
@@ -161,6 +168,30 @@ def test_a_private_run_tells_its_epsilon_and_what_has_no_noise(combine: str) -> 
     assert drawn_here[2:] == ([] if combine == "private_secure_mean" else [True])
     own = dataclasses.replace(run, method=method(own_method))
     assert "own_method: see what clients send in fedpax.stages" in own.build().notes[3]
+
+
+def test_only_poisson_sampling_in_one_program_is_told_as_amplified(monkeypatch) -> None:
+    pytest.importorskip("dp_accounting")
+    config = aggregator("private_mean", noise_multiplier=3.0, delta=1e-4)
+    fixed = dataclasses.replace(fedavg_synthetic(), aggregator=config)
+    cohort = dataclasses.replace(fixed.cohort, size=30, sampling_probability=0.1)
+    run = dataclasses.replace(fixed, cohort=cohort)
+    told = "private: epsilon {:.4g} with amplification by Poisson sampling of the rounds".format
+    settings = {"noise_multiplier": 3.0, "num_rounds": run.training.rounds, "delta": 1e-4}
+    line = told(privacy_spent(sampling_probability=0.1, **settings))
+    assert [note.startswith(line) for note in run.build().notes] == [False, False, True, False]
+    # A site knows the seed, and so which of its clients join a round; a secure sum of too few
+    # clients is 0, which shows that too few joined; and a fixed size has other neighbours.
+    secure = aggregator("private_secure_mean", noise_multiplier=3.0, min_participants=5)
+    for other in (
+        run.coordinate(30),
+        dataclasses.replace(run, aggregator=secure).build(),
+        fixed.build(),
+    ):
+        assert not any("with amplification" in note for note in other.notes)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "dp_accounting", None)
+        assert run.build().notes[2].startswith("install fedpax[privacy] for epsilon with")
 
 
 @pytest.mark.parametrize(

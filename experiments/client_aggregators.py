@@ -8,21 +8,39 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fedpax import aggregators
 from fedpax.aggregators import Aggregator, chain, codecs
 from fedpax.errors import ArgumentError
-from fedpax.experiments.parts.settings import Settings, is_choice
+from fedpax.experiments.parts.settings import Settings, accepted, is_choice
 
-CodecName = Literal["uniform", "drive", "terngrad", "sign", "e3m0", "top_k", "random_k"]
-"""The names of the codecs."""
+CODEC_DEFAULTS: Mapping[str, float] = {"bits": 4, "fraction": 1 / 64}
+"""The values with which experiments begin, of settings that a codec requires."""
 
-_CODEC_SETTINGS: Mapping[str, Mapping[str, float]] = {
-    "uniform": {"bits": 4},
-    "top_k": {"fraction": 1 / 64},
-    "random_k": {"fraction": 1 / 64},
+_CODECS: Mapping[str, Callable[..., codecs.Codec]] = {
+    name: codec
+    for name in codecs.__all__
+    if inspect.isfunction(codec := getattr(codecs, name))
+    and name != "float32"  # does not compress
+    and is_choice(codec, CODEC_DEFAULTS, codecs.Codec)
 }
+"""The codecs by name."""
+
+if TYPE_CHECKING:
+    CodecName = str
+else:
+    CodecName = Literal[tuple(_CODECS)]
+
+
+def _required(codec: str) -> list[str]:
+    """Return the names of the settings that a codec requires."""
+    parameters = inspect.signature(_CODECS[codec]).parameters
+    return [
+        name
+        for name in CODEC_DEFAULTS
+        if name in parameters and parameters[name].default is inspect.Parameter.empty
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,17 +212,15 @@ def _compressed_mean(  # noqa: D417, --help shows the arguments that it states
     """
     given = {name: x for name, x in (("bits", bits), ("fraction", fraction)) if x is not None}
     for name, value in given.items():
-        users = [user for user, settings in _CODEC_SETTINGS.items() if name in settings]
+        users = [user for user in _CODECS if name in _required(user)]
         if codec not in users:
             raise ArgumentError(
                 f"aggregator.{name}={value} has no effect with aggregator.codec={codec}. Leave out "
                 f"--aggregator.{name}, or set --aggregator.codec={' or '.join(users)}."
             )
-    settings: dict[str, Any] = {**_CODEC_SETTINGS.get(codec, {}), **given}
-    make = getattr(codecs, codec)
-    if "unbiased" in inspect.signature(make).parameters:
-        settings["unbiased"] = not error_feedback
-    made = make(**settings)
+    make = _CODECS[codec]
+    settings: dict[str, Any] = {name: CODEC_DEFAULTS[name] for name in _required(codec)} | given
+    made = make(**settings, **accepted(make, {"unbiased": not error_feedback}))
     if error_feedback and not made.contractive:
         change = "bits to 5 or more" if codec == "uniform" else "codec to another codec"
         raise ArgumentError(

@@ -17,6 +17,7 @@ from fedpax.data.tables.labels import Label, missing_label_message
 from fedpax.data.tables.values import is_missing
 from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.experiments.parts.file_remedies import with_flags
+from fedpax.experiments.parts.settings import accepted
 from fedpax.extras import optional
 from fedpax.user_files.formats import LoadOptions, parse_types
 
@@ -101,13 +102,9 @@ class FilesConfig(CheckedConfig):
 
     def load_arguments(self) -> dict[str, Any]:
         """Return the arguments of `fedpax.data.load` beside the files and the split."""
-        return {
-            "client": self.client,
-            "partition": self.partition,
-            "label": self.label,
-            "optional_columns": self.optional_columns,
-            "types": parse_types("--data.types", self.types),
-        }
+        # These have other meanings in `load`: all examples, and the columns that are read.
+        fields = {k: v for k, v in vars(self).items() if k not in ("heldout_fraction", "columns")}
+        return accepted(load, fields) | {"types": parse_types("--data.types", self.types)}
 
 
 class StoredColumns(Mapping[str, Any]):

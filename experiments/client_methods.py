@@ -23,8 +23,7 @@ from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.checks import DECAY, POSITIVE
 from fedpax.clients import gather_clients
 from fedpax.clients.cohort import Cohort
-from fedpax.experiments.parts.settings import Settings, is_choice
-from fedpax.primitives.placement import ChunkSize
+from fedpax.experiments.parts.settings import Settings, accepted, is_choice, passes_on
 
 
 class ClientTraining(NamedTuple):
@@ -91,6 +90,7 @@ class MethodConfig(Settings):
             "fedprox": {"mu": 0.1},
             "feddyn": {"alpha": 0.1},
             "agnostic": {"mixture_learning_rate": 0.001},
+            "_fedac": {"strong_convexity": 0.1, "local_steps": 10},
             "ditto": {"lam": 0.1},
             "apfl": {"mixing": 0.5},
             "hypcluster": {"num_clusters": 2},
@@ -188,71 +188,34 @@ def __getattr__(name: str) -> Any:
     return MethodConfig.named(name)
 
 
-def _fedac(  # noqa: D417, --help shows the arguments that it states
-    loss_fn: LossFn,
-    *,
-    cohort_size: int,
-    client_learning_rate: float,
-    strong_convexity: float = 0.1,
-    local_steps: int = 10,
-    aggregator: Aggregator | None = None,
-    chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
-    """Take accelerated local steps (FedAc-I), with the clients' learning rate as eta.
-
-    Args:
-        strong_convexity: the loss's strong convexity, or a guess.
-        local_steps: number of local steps of a client in a round, or their mean.
-    """
-    rates = algorithms.fedac_i(
-        client_learning_rate, strong_convexity=strong_convexity, local_steps=local_steps
-    )
-    return algorithms.fedac(
-        loss_fn, cohort_size=cohort_size, rates=rates, aggregator=aggregator, chunk_size=chunk_size
-    )
+@passes_on(algorithms.fedac, algorithms.fedac_i, sets=("rates", "learning_rate"))
+def _fedac(*, client_learning_rate: float, **arguments: Any) -> FederatedAlgorithm:
+    """Take accelerated local steps (FedAc-I), with the clients' learning rate as eta."""
+    rates = algorithms.fedac_i(client_learning_rate, **accepted(algorithms.fedac_i, arguments))
+    return algorithms.fedac(rates=rates, **accepted(algorithms.fedac, arguments))
 
 
 def _with_momentum(mime: Callable[..., FederatedAlgorithm]) -> Callable[..., FederatedAlgorithm]:
     """Make Mime or MimeLite with SGD on the clients, whose momentum the server holds."""
 
     def method(
-        loss_fn: LossFn,
-        *,
-        cohort_size: int,
-        client_learning_rate: float,
-        momentum: float = 0.9,
-        server_optimizer: optax.GradientTransformation | None = None,
-        aggregator: Aggregator | None = None,
-        chunk_size: ChunkSize = None,
+        *, client_learning_rate: float, momentum: float = 0.9, **arguments: Any
     ) -> FederatedAlgorithm:
         check_setting(mime.__name__, "momentum", momentum, DECAY, remedy="Pass 0.9, as the paper.")
-        return mime(
-            loss_fn,
-            cohort_size=cohort_size,
-            client_optimizer=optax.sgd(client_learning_rate, momentum),
-            server_optimizer=server_optimizer,
-            aggregator=aggregator,
-            chunk_size=chunk_size,
-        )
+        return mime(client_optimizer=optax.sgd(client_learning_rate, momentum), **arguments)
 
-    method.__name__ = mime.__name__
     summary = (inspect.getdoc(mime) or "").partition("\n")[0]
+    method.__name__ = mime.__name__
     method.__doc__ = f"{summary}\n\nArgs:\n    momentum: momentum of the clients' SGD."
-    return method
+    return passes_on(mime, sets=("client_optimizer",))(method)
 
 
 _MIME, _MIME_LITE = _with_momentum(algorithms.mime), _with_momentum(algorithms.mime_lite)
 
 
+@passes_on(algorithms.fedavg, sets=("server_optimizer",))
 def _self_tuning_fedavg(  # noqa: D417, --help shows the arguments that it states
-    loss_fn: LossFn,
-    *,
-    cohort_size: int,
-    client_optimizer: optax.GradientTransformation,
-    server_learning_rate: float = 0.5,
-    damping: float = 0.5,
-    aggregator: Aggregator | None = None,
-    chunk_size: ChunkSize = None,
+    *, server_learning_rate: float = 0.5, damping: float = 0.5, **arguments: Any
 ) -> FederatedAlgorithm:
     """Train with FedAvgM, and tune the server's learning rate and momentum after each round.
 
@@ -265,17 +228,11 @@ def _self_tuning_fedavg(  # noqa: D417, --help shows the arguments that it state
         check_setting("self_tuning_fedavg", name, value, POSITIVE, remedy="Pass 0.5.")
 
     def make_fedavg(h: Mapping[str, Any]) -> FederatedAlgorithm:
-        return algorithms.fedavg(
-            loss_fn,
-            cohort_size=cohort_size,
-            client_optimizer=client_optimizer,
-            server_optimizer=optax.sgd(h["learning_rate"], momentum=1 - h["damping"]),
-            aggregator=aggregator,
-            chunk_size=chunk_size,
-        )
+        optimizer = optax.sgd(h["learning_rate"], momentum=1 - h["damping"])
+        return algorithms.fedavg(server_optimizer=optimizer, **arguments)
 
     start = {"learning_rate": server_learning_rate, "damping": damping}
-    return algorithms.self_tuning(make_fedavg, start, loss_fn, chunk_size=chunk_size)
+    return algorithms.self_tuning(make_fedavg, start, **accepted(algorithms.self_tuning, arguments))
 
 
 # ---- the clients' own models of methods for personal models

@@ -50,13 +50,12 @@ _Experiment = TypeVar("_Experiment")
 
 
 @dataclasses.dataclass(frozen=True)
+@documented_by(cohort_rounds)
 class CohortConfig(CheckedConfig):
     """The clients of a round and their local training.
 
     Attributes:
         size: number of clients in a round.
-        batch_size: examples in a local step of a client.
-        local_epochs: passes of a client over its examples in a round.
         max_steps: largest number of local steps of a client in a round. Default None: no limit.
         chunk_size: number of clients that a device runs at once. With 1, a client runs only its
             own steps. With more, every client of a chunk takes as long as the longest: clients of
@@ -262,14 +261,9 @@ class PopulationConfig(CheckedConfig, abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@documented_by(DirichletClients)
 class DirichletPopulation(PopulationConfig):
-    """A partition of the training split among clients with different label distributions.
-
-    Attributes:
-        num_clients: number of clients in the population.
-        alpha: concentration of the Dirichlet distribution of each client's labels. Smaller values
-            give each client fewer labels.
-    """
+    """A partition of the training split among clients with different label distributions."""
 
     num_clients: Count
     alpha: Positive

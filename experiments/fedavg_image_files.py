@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.checks import Count
+from fedpax.data import load
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess, preprocess_images
 from fedpax.data.tables import Label, infer_label
 from fedpax.data.tables.shared_treatment import checked_label
@@ -21,6 +22,7 @@ from fedpax.experiments.client_files import FilesConfig
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.experiments.parts.file_experiments import saved_content
+from fedpax.experiments.parts.settings import documented_by
 from fedpax.models.classifiers import CNNConfig, cnn
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
@@ -34,23 +36,18 @@ MOST_NUMBERS = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True)
+@documented_by(load)
 class ImagesConfig(FilesConfig):
     """Files of images that have clients and labels.
 
     Attributes:
         label: the column to predict, or `{label}` in the path.
         image: the column with the images.
-        image_size: the height and width to which images are resized. Default None: all images have
-            one size.
     """
 
     label: str | None = "label"
     image: str = "image"
     image_size: tuple[int, int] | None = None
-
-    def load_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `fedpax.data.load` beside the files and the split."""
-        return {**super().load_arguments(), "image_size": self.image_size}
 
 
 class PreparedImages(NamedTuple):

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from fedpax.aggregators import Aggregator
 from fedpax.checks import Count
 from fedpax.console import count_of
+from fedpax.data import load
 from fedpax.data.tables import (
     FittedColumn,
     Label,
@@ -28,6 +29,7 @@ from fedpax.data.tables.treatments import MAX_CATEGORIES
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_files import FilesConfig, OpenFiles, StoredColumns
+from fedpax.experiments.parts.settings import documented_by
 from fedpax.path_patterns import escape_commas
 from fedpax.sources.source import Source
 
@@ -85,6 +87,7 @@ NOISY_DEVIATION = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
+@documented_by(infer_treatments, load)
 class TableConfig(FilesConfig):
     """The files of a table, and what becomes of its columns.
 
@@ -96,13 +99,10 @@ class TableConfig(FilesConfig):
             with KIND number, date, boolean, category or left_out, and MISSING mean, false, category
             or error. NAME may have `*`. On the command line, commas or spaces separate them.
             Default (): by the rule of `fedpax.data.tables.infer_treatments`.
-        max_categories: the largest number of distinct values of text that is a category.
         category_clients: number of clients that must have a value for it to be a category of its
             own; other values share one feature.
         standardize: "federated" subtracts the mean from numbers and divides by the deviation; these
             are means over clients by the run's aggregator. "range" scales stated ranges to -1 to 1.
-        delimiter: the character between columns of CSV. Default None: a comma, in TSV a tab.
-        decimal_point: "," for numbers such as 1,5 in CSV. Default None: a point.
     """
 
     task: Task | None = None
@@ -118,14 +118,6 @@ class TableConfig(FilesConfig):
         super().__post_init__()
         for text in self.columns:
             parse_treatment(text)
-
-    def load_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `fedpax.data.load` beside the files and the split."""
-        return {
-            **super().load_arguments(),
-            "delimiter": self.delimiter,
-            "decimal_point": self.decimal_point,
-        }
 
 
 class PreparedTable(NamedTuple):

@@ -6,7 +6,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from docstring_parser import google
@@ -17,6 +17,7 @@ from fedpax.experiments.catalog import did_you_mean
 
 PLAIN = (float, int, bool, str)
 Class = TypeVar("Class", bound=type)
+Made = TypeVar("Made", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +91,7 @@ class Settings(CheckedConfig):
 
     def call(self, given: Mapping[str, Any]) -> Any:
         """Call the function with its settings."""
-        parameters = inspect.signature(self.function).parameters
-        arguments = {name: value for name, value in given.items() if name in parameters}
-        return type(self).function(**arguments, **vars(self))
+        return type(self).function(**accepted(self.function, given), **vars(self))
 
     def _naming_flags(self, error: Exception) -> Exception:
         """Name the flag of the setting that a function's own message names."""
@@ -118,26 +117,69 @@ def documented_by(*functions: Callable[..., Any]) -> Callable[[Class], Class]:
         lines = [inspect.getdoc(class_) or "", *(["", "Attributes:"] if not stated else [])]
         for name in (name for name in inspect.get_annotations(class_) if name not in stated):
             function = next(f for f in functions if name in inspect.signature(f).parameters)
-            text = _argument_texts(function)[name]
+            text = argument_texts(function)[name]
             if vars(class_).get(name) != inspect.signature(function).parameters[name].default:
                 text = text.partition(" Default ")[0].partition("\nDefault ")[0]
-            lines.append(f"    {name}: " + text.replace("\n", "\n        "))
+            lines.append(_text(name, text))
         class_.__doc__ = "\n".join(lines)
         return class_
 
     return document
 
 
+def passes_on(*functions: Callable[..., Any], sets: Collection[str]) -> Callable[[Made], Made]:
+    """Give a function with `**arguments` the types, defaults and texts of the arguments it passes.
+
+    Args:
+        *functions: the functions that get the arguments.
+        sets: the arguments of these functions that the decorated function sets itself.
+    """
+
+    def decorate(made: Made) -> Made:
+        parts: list[Callable[..., Any]] = [*functions, made]
+        texts = {n: t for f in parts for n, t in argument_texts(f).items()}
+        parameters = {
+            name: parameter.replace(annotation=_hint(inspect.unwrap(f), name))
+            for f in parts
+            for name, parameter in inspect.signature(f).parameters.items()
+            if name not in sets and parameter.kind is not parameter.VAR_KEYWORD
+        }
+        lines = [(inspect.getdoc(made) or "").partition("\n")[0], "", "Args:"]
+        lines += [_text(name, texts[name]) for name in parameters if name in texts]
+        settings: Any = made
+        settings.__doc__ = "\n".join(lines)
+        settings.__annotations__ = {n: p.annotation for n, p in parameters.items()} | {
+            "return": _hint(made, "return")
+        }
+        settings.__signature__ = inspect.Signature(
+            [p.replace(kind=p.KEYWORD_ONLY) for p in parameters.values()]
+        )
+        return made
+
+    return decorate
+
+
+def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a function has."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in names}
+
+
 def arguments_of(function: Callable[..., Any], config: Any) -> dict[str, Any]:
     """Return the fields of a configuration's own class that are arguments of a function."""
-    names = inspect.get_annotations(type(config)).keys() & inspect.signature(function).parameters
-    return {name: getattr(config, name) for name in names}
+    names = inspect.get_annotations(type(config))
+    return accepted(function, {name: getattr(config, name) for name in names})
 
 
-def _argument_texts(function: Callable[..., Any]) -> dict[str, str]:
+def argument_texts(function: Callable[..., Any]) -> dict[str, str]:
     """Return the texts of a function's arguments, by name."""
     docstring = google.parse(inspect.getdoc(function) or "")
     return {text.arg_name: text.description or "" for text in docstring.params}
+
+
+def _text(name: str, text: str) -> str:
+    """Return the lines of an argument in a docstring."""
+    return f"    {name}: " + text.replace("\n", "\n        ")
 
 
 def is_choice(function: Callable[..., Any], given: Mapping[str, Any], returned: type) -> bool:
@@ -160,11 +202,11 @@ def _settings_class(base: type[Any], function: Callable[..., Any]) -> type[Any]:
         (name, hint, dataclasses.field(default=defaults.get(name, default)))
         for name, hint, default in _fields(function, base.given)
     ]
-    texts = _argument_texts(function)
+    texts = argument_texts(function)
     summary = (inspect.getdoc(function) or "").partition("\n")[0]
     lines = [summary or function.__name__, "", "Attributes:"]
     for name, _, _ in fields:
-        lines.append(f"    {name}: " + texts.get(name, "").replace("\n", "\n        "))
+        lines.append(_text(name, texts.get(name, "")))
     shipped = function.__module__.startswith("fedpax.")
     made = dataclasses.make_dataclass(
         "".join(part.capitalize() for part in function.__name__.strip("_").split("_")),

@@ -20,11 +20,13 @@ from fedpax.errors import ArgumentError
 from fedpax.experiments.async_diloco_text import async_diloco_text
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
+from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.decoupled_diloco_text import DecoupledConfig
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.fedavg_images import fedavg_digits
-from fedpax.experiments.parts.settings import documented_by
+from fedpax.experiments.parts.settings import documented_by, passes_on
 from fedpax.experiments.streaming_diloco_text import StreamingConfig
+from fedpax.experiments.table_data import TableConfig
 from fedpax.run_files.configuration import (
     from_json,
     read_configuration,
@@ -269,3 +271,33 @@ def test_fields_have_the_texts_of_the_arguments_that_they_set() -> None:
         rate: float = 0.1
 
     assert Config.__doc__ == "How to train.\n\nAttributes:\n    rate: the learning rate."
+
+
+def test_a_function_has_the_settings_of_the_functions_to_which_it_passes_arguments() -> None:
+    def scale(rate: float, decay: float = 0.5) -> float:
+        """Scale.
+
+        Args:
+            rate: set by the caller.
+            decay: how fast it falls.
+        """
+        return rate * decay
+
+    @passes_on(scale, sets=["rate"])
+    def train(*, steps: int = 3, **arguments: float) -> float:
+        """Train.
+
+        Args:
+            steps: how many.
+        """
+        return steps * scale(rate=2.0, **arguments)
+
+    assert str(inspect.signature(train)) == "(*, decay: float = 0.5, steps: int = 3)"
+    assert train.__doc__ == "Train.\n\nArgs:\n    decay: how fast it falls.\n    steps: how many."
+    assert train(decay=0.25) == 1.5
+
+
+def test_settings_are_stated_where_they_are_used() -> None:
+    assert MethodConfig.of("fedac").__doc__.count("mu, positive: of the loss, or a guess") == 1
+    assert "per step and client" in (CohortConfig.__doc__ or "")
+    assert "a comma, in TSV a tab" in (TableConfig.__doc__ or "")

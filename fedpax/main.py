@@ -104,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return STOPPED
         return int(stop.code or 0)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if isinstance(error, OSError) and error.errno in full:
             if argv is None and not _can_flush(sys.stdout):
                 discard_output(sys.stdout)
             where = error.filename or "the output"

@@ -167,13 +167,13 @@ def test_the_package_imports_nothing_slow() -> None:
     assert not {"jax", "re", "typing"} & {*completed.stdout.split()}
 
 
-@pytest.mark.parametrize("arguments", ["['export']", "None"])
-def test_a_full_disk_of_another_file_leaves_the_output_open(arguments: str) -> None:
+@pytest.mark.parametrize(("arguments", "number"), [("['export']", "ENOSPC"), ("None", "EFBIG")])
+def test_a_full_disk_of_another_file_leaves_the_output_open(arguments: str, number: str) -> None:
     code = f"""
 import errno
 import fedpax.main
 def fail(arguments):
-    raise OSError(errno.ENOSPC, "No space left on device", "model.npz")
+    raise OSError(errno.{number}, "No space left on device", "model.npz")
 fedpax.main._run = fail
 print("status", fedpax.main.main({arguments}))
 """

@@ -259,7 +259,8 @@ def _join_fields(
         if is_csv and pa.types.is_string(field.type) and not pa.types.is_string(other.type):
             from fedpax.user_files.readers.csv_hints import find_misfit
 
-            misfit = find_misfit(texts, one.name, other.type)
+            kind = pa.float64() if pa.types.is_integer(other.type) else other.type  # holds both
+            misfit = find_misfit(texts, one.name, kind)
     raise ArgumentError(
         f"The column {one.name!r} is {one.type} in {known.path} and {two.type} in {file.path}, "
         f"expected one type{misfit and f': {misfit}'}. {remedy}"

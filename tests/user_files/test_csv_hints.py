@@ -106,3 +106,11 @@ def test_a_value_of_another_type_is_named(
     assert main(["data", f"{tmp_path}/*", *flags]) == 2
     told = f"expected one type: line 5007 of {tmp_path / name} has '{value}'."
     assert told in capsys.readouterr().err
+
+
+def test_a_number_with_a_point_is_no_misfit_among_integers(tmp_path: Path) -> None:
+    """The message named 1.5, which a column of integers in another file allows."""
+    (tmp_path / "a.csv").write_text("x\n1\n")
+    (tmp_path / "b.csv").write_text("x\n1.5\nabc\n")
+    with pytest.raises(ValueError, match=r"expected one type: line 3 of .*b.csv has 'abc'"):
+        load(tmp_path / "*.csv")

@@ -163,6 +163,9 @@ def test_bad_rows_are_told_with_file_and_line_or_skipped_and_counted(tmp_path: P
     made = prepare(tmp_path / "c.jsonl", tmp_path / "out2", client="u", on_bad_row="skip")
     assert made.skipped == {str(tmp_path / "c.jsonl"): 2}
     assert made.source.column("x").tolist() == [1, 2]
+    (tmp_path / "e.jsonl").write_text('{"u": "a"}\n[1]\n')  # all lines are JSON
+    made = prepare(tmp_path / "e.jsonl", tmp_path / "out4", client="u", on_bad_row="skip")
+    assert made.skipped == {str(tmp_path / "e.jsonl"): 1} and len(made.source) == 1
     (tmp_path / "d.csv").write_text("user,x\nann,1\n,2\n")
     with pytest.raises(ValueError, match=r"d.csv has no client in the column 'user' of example 1"):
         prepare(tmp_path / "d.csv", tmp_path / "out3", client="user")

@@ -108,7 +108,7 @@ def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions
             raise pa.ArrowInvalid("not UTF-8")
         return _parse_lines(lambda: pa.BufferReader(block), _LARGEST_BLOCK, types)
     except pa.ArrowInvalid as error:
-        if options.bad_rows is None or "changed from" in str(error):
+        if options.bad_rows is None or "Column(/" in str(error):  # a value of another type
             row = re.search(r" in row (\d+)", str(error))
             where = "" if row is None else f" (line {number + int(row[1]) + 1})"
             raise ArgumentError(f"{error}{where}") from error

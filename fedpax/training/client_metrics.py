@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Float, Float64, Int, Num
+from jaxtyping import Bool, Float, Float64, Int, Num
 from numpy.typing import NDArray
 
 NUM_BINS = 10
@@ -86,6 +86,10 @@ def classification_by_client(
       probability of it than one of another class; ties count half. With two classes it is the area
       of the second class. With more, it is the mean over the classes that the client has, each
       against all others. NaN for a client with one class.
+    - `average_precision`, `precision` and `recall`, with two classes: of the second class. Average
+      precision is the area under the curve of precision and recall, without interpolation. Recall
+      is NaN for a client without examples of the class, and so is average precision; precision is
+      NaN if none is predicted.
     - `calibration_error`: the expected calibration error: the distance between accuracy and
       confidence, the largest probability, in ten bins of the confidence, weighted by their numbers
       of examples.
@@ -108,6 +112,8 @@ def classification_by_client(
         metrics["auc"] = _classes_auc(probabilities, labels, clients)
     elif isinstance(clients, LabelWeights):
         metrics["auc"] = _weighted_auc(probabilities, labels, clients)
+    if probabilities.shape[1] == 2:
+        metrics |= _retrieval(probabilities[:, 1], np.asarray(labels) == 1, clients)
     confidence = probabilities.max(axis=1)
     bins = np.minimum((confidence * NUM_BINS).astype(int), NUM_BINS - 1)
     gaps = [clients.sum(np.where(bins == k, correct - confidence, 0)) for k in range(NUM_BINS)]
@@ -172,6 +178,50 @@ def auc_by_client(
     num_negative = clients.sum(1 - positive)
     above = clients.sum(ranks * positive) - num_positive * (num_positive + 1) / 2
     return _divide(above, num_positive * num_negative)
+
+
+def _retrieval(
+    scores: Float64[np.ndarray, " examples"],
+    positive: Bool[np.ndarray, " examples"],
+    clients: EvaluatedClients,
+) -> dict[str, Float64[np.ndarray, " clients"]]:
+    """Return average precision, and precision and recall of a probability above one half."""
+    metrics = {}
+    if isinstance(clients, ExampleOwners):
+        owners, found, rank = _retrieved(scores, positive, clients.owners)
+        sums = [np.bincount(owners, x, len(clients.names)) for x in (found / rank, found > 0)]
+        metrics["average_precision"] = _divide(sums[0], sums[1])
+    elif isinstance(clients, LabelWeights):
+        _, found, rank = _retrieved(scores, positive, np.zeros(len(scores), np.int64))
+        areas = np.full(len(clients.names), np.nan)
+        for k, weights in enumerate(clients.weights if len(found) else ()):
+            if weights[1] > 0:  # else the client has no example of the class
+                true, false = weights[1] * found, weights[0] * (rank - found)
+                areas[k] = np.mean(true / (true + false))
+        metrics["average_precision"] = areas
+    predicted = scores > 0.5  # as accuracy, which gives ties to the first class
+    true = clients.sum(predicted & positive)
+    metrics["precision"] = _divide(true, clients.sum(predicted))
+    metrics["recall"] = _divide(true, clients.sum(positive))
+    return metrics
+
+
+def _retrieved(
+    scores: Float64[np.ndarray, " examples"],
+    positive: Bool[np.ndarray, " examples"],
+    owners: Int[np.ndarray, " examples"],
+) -> tuple[NDArray[np.integer], NDArray[np.int64], NDArray[np.int64]]:
+    """Return owner, and the numbers of positive and all examples down to each positive one."""
+    order = np.lexsort((-scores, owners))
+    owners, scores, positive = owners[order], scores[order], positive[order]
+    starts = np.searchsorted(owners, owners)  # the first example of the same owner
+    before = np.cumsum(positive) - positive
+    is_last = np.ones(len(order), np.bool_)  # of a group of ties
+    is_last[:-1] = (np.diff(owners) != 0) | (np.diff(scores) != 0)
+    last = np.flatnonzero(is_last)[np.cumsum(is_last) - is_last][positive]
+    starts = starts[positive]
+    found = before[last] + positive[last] - before[starts]
+    return owners[positive], found, last + 1 - starts
 
 
 def _classes_auc(

@@ -379,7 +379,8 @@ def test_the_command_measures_own_models(
     if name == "apfl":
         assert load_field(run, "personal", 2)["rows"]
     content = json.loads(report.read_text("utf-8"))
-    own = {"personal_loss", "personal_accuracy", "personal_auc", "personal_calibration_error"}
+    kinds = ["loss", "accuracy", "auc", "average_precision", "precision", "recall"]
+    own = {f"personal_{kind}" for kind in [*kinds, "calibration_error"]}
     shared = {name.removeprefix("personal_") for name in own} if name == "apfl" else set()
     assert set(content["clients"][0]) == {"client", "examples"} | own | shared
     examples = np.array([line["examples"] for line in content["clients"]])

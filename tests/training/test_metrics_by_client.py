@@ -50,6 +50,32 @@ def calibration_error(probabilities, labels):
     return total
 
 
+def check_retrieval(mine, scores, labels):
+    """scikit-learn, where it defines them: it has 0 where nothing is to find, or predicted."""
+    predicted, found = scores > 0.5, labels.any()
+    scored = {
+        "precision": reference.precision_score(labels, predicted, zero_division=np.nan),
+        "recall": reference.recall_score(labels, predicted, zero_division=np.nan),
+        "average_precision": reference.average_precision_score(labels, scores) if found else np.nan,
+    }
+    assert {name: mine[name] for name in scored} == pytest.approx(scored, nan_ok=True)
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(0, 1000), st.sampled_from([2, 5]))
+def test_precision_and_recall_of_tied_scores(sizes, seed, levels):
+    rng = np.random.default_rng(seed)
+    clients = owners_of(sizes, rng)
+    ties = rng.integers(-levels, levels, len(clients.owners)) * 1.0  # 0: both classes alike
+    labels = rng.integers(0, 2, len(ties))
+    logits = np.stack([np.zeros(len(ties)), ties], axis=1)
+    metrics = classification_by_client(logits, labels, clients).metrics
+    for k in np.flatnonzero(sizes):
+        own = clients.owners == k
+        mine = {name: values[k] for name, values in metrics.items()}
+        check_retrieval(mine, 1 / (1 + np.exp(-ties[own])), labels[own])
+
+
 @settings(deadline=None, max_examples=50)
 @given(SIZES, st.integers(0, 1000), st.sampled_from([2, 4]))
 def test_classification(sizes, seed, classes):
@@ -75,6 +101,10 @@ def test_classification(sizes, seed, classes):
             if 0 < (y == c).sum() < size
         ]
         assert mine["auc"] == pytest.approx(np.mean(areas) if areas else np.nan, nan_ok=True)
+        if classes == 2:
+            check_retrieval(mine, p[:, 1], y)
+        else:
+            assert not {"precision", "recall", "average_precision"} & mine.keys()
 
 
 @settings(deadline=None, max_examples=50)

@@ -35,6 +35,8 @@ def with_flags(text: str, prefix: str = "--data.") -> str:
         for remedy, other in _OTHERWISE.items():
             text = text.replace(remedy, other)
     text = re.sub(r"(?<![\w.-])heldout_fraction=", f"{prefix}heldout_fraction=", text)
+    no_client = "leave --client out" if prefix == "--" else f"set {prefix}client=None"
+    text = text.replace("set client=None", no_client)
     size = "--image_size=HEIGHTxWIDTH" if prefix == "--" else f"{prefix}image_size HEIGHT WIDTH"
     text = text.replace("image_size=(height, width)", size)
     return _ARGUMENT.sub(lambda match: _as_flag(match, prefix), text)

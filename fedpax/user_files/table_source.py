@@ -269,11 +269,14 @@ def _values(array: NDArray[Any]) -> Sequence[Any]:
     ]
 
 
+_REMEDIES = {"client": " Name one of them, or set client=None: each file is then a client."}
+
+
 def check_columns(fields: Sequence[str], wanted: Mapping[str, str | None], name: str) -> None:
     """Check that a table has columns."""
     for argument, column in wanted.items():
         if column is not None and column not in fields:
             raise ArgumentError(
                 f"{argument}={column!r} is not a column of {name}, expected one of "
-                f"{', '.join(map(repr, fields))}."
+                f"{', '.join(map(repr, fields))}.{_REMEDIES.get(argument, '')}"
             )

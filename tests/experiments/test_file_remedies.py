@@ -1,6 +1,9 @@
 """Tests of the remedies of errors of files in flags."""
 
+import pytest
+
 from fedpax.experiments.parts.file_remedies import with_flags
+from fedpax.user_files.table_source import check_columns
 
 
 def test_remedies_of_an_experiment_name_no_argument_that_it_lacks() -> None:
@@ -27,3 +30,14 @@ def test_arguments_of_remedies_are_flags() -> None:
     assert (
         with_flags(error, "--") == "Give --optional_columns='my dose', or set --types=zip=string."
     )
+
+
+def test_files_without_the_column_of_clients_name_the_value_without_one() -> None:
+    with pytest.raises(ValueError, match="is not a column of new") as error:
+        check_columns(["x", "y"], {"client": "site"}, "new.csv")
+    text = str(error.value)
+    assert text.endswith(
+        "'x', 'y'. Name one of them, or set client=None: each file is then a client."
+    )
+    assert "or set --data.client=None: each file" in with_flags(text)
+    assert "or leave --client out: each file" in with_flags(text, "--")

@@ -43,6 +43,17 @@ def _required(codec: str) -> list[str]:
     ]
 
 
+_COUNT_ALIKE = (
+    "private_mean",
+    "private_secure_mean",
+    "secure_mean",
+    "coordinate_median",
+    "trimmed_mean",
+    "krum",
+    "bulyan",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class AggregatorConfig(Settings):
     """An aggregator; the base class of the aggregators."""
@@ -78,6 +89,11 @@ class AggregatorConfig(Settings):
             "bulyan": {"num_byzantine": 1},
         }
         return defaults.get(function.__name__, {})
+
+    @property
+    def counts_alike(self) -> bool:
+        """Whether every client counts alike, whatever its number of examples."""
+        return any(isinstance(self, AggregatorConfig.of(name)) for name in _COUNT_ALIKE)
 
     def make(self, seed: int, expected_participants: float, releases_before: int = 0) -> Aggregator:
         """Make the aggregator; a private one counts releases before the first round too."""

@@ -34,6 +34,7 @@ from fedpax.experiments.parts.file_experiments import (
     OwnExamples,
     ServerState,
     heldout_metrics,
+    note_training,
     own_models,
     read_saved_inputs,
     with_own_models,
@@ -253,10 +254,7 @@ class FedAvgFiles(ClientExperiment):
         of_new = table.is_new[table.owners]
         parts = {"": table.heldout, NEW: of_new} if table.heldout.any() else {"": of_new}
         evaluations = {
-            prefix: (
-                evaluate(loss_fn, batches=self._batches(chosen)),
-                self.prepared.labels[chosen],
-            )
+            prefix: (evaluate(loss_fn, batches=self._batches(chosen)), self.prepared.labels[chosen])
             for prefix, chosen in parts.items()
             if chosen.any()
         }
@@ -317,14 +315,14 @@ class FedAvgFiles(ClientExperiment):
             fitting._sharing_files(self, "prepared")
             size = self.cohort.note_all_clients(fitting.cohort.size)
             return run._replace(notes=(*run.notes, size))
-        limit = self.cohort.note_left_out(map(len, self.training_parts.values()))
         prepared, run = self.prepared, super().build()
-        notes = (*self.opened.notes, *prepared.notes, *prepared.cautions, *limit, *run.notes)
+        told = note_training(self.cohort, self.method, self.aggregator, prepared, self.opened)
+        notes = (*self.opened.notes, *prepared.notes, *prepared.cautions, *told, *run.notes)
         run = run._replace(notes=notes, cautions=prepared.cautions)
         if not own_models(self.method):
             return run
-        own_by_client = functools.cache(self.evaluate_own_by_client)
-        run = run._replace(evaluate_own_models=lambda state: own_by_client()(state))
+        own = functools.cache(self.evaluate_own_by_client)
+        run = run._replace(evaluate_own_models=lambda state: own()(state))
         if not self.method.has_shared_model:
             run = run._replace(evaluate_clients=None)
         return with_own_models(run, self.method, functools.cache(self.evaluate_own_models))

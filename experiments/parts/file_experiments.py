@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
 from fedpax.data import CohortRounds
-from fedpax.data.rounds.cohort_stream import shorter_lengths
+from fedpax.data.rounds.cohort_stream import client_steps, shorter_lengths
 from fedpax.data.tables import Label, TableFeatures
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_files import FilesConfig
+from fedpax.experiments.client_aggregators import AggregatorConfig
+from fedpax.experiments.client_files import FilesConfig, OpenFiles, PreparedFiles
 from fedpax.experiments.client_methods import MODELS, MethodConfig
+from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.models.losses import ModelLoss
 from fedpax.run_files.paths import write_atomically
 from fedpax.training.experiment import Run
@@ -115,6 +117,52 @@ class OwnExamples:
         read = self._read(rows.ravel())
         heldout = {name: x.reshape(*rows.shape, *x.shape[1:]) for name, x in read.items()}
         return cohort, {**heldout, "mask": mask.astype(np.float32)}
+
+
+# ---- what the start of a run tells of its clients and classes
+
+_UNEQUAL_STEPS = 10  # times as many local steps of the largest client as of the smallest
+
+
+def note_training(
+    cohort: CohortConfig,
+    method: MethodConfig,
+    aggregator: AggregatorConfig,
+    prepared: PreparedFiles,
+    opened: OpenFiles,
+) -> list[str]:
+    """Tell what unequal clients mean for a run, and which classes have no example in a part."""
+    sizes = np.bincount(opened.owners[opened.training])
+    sizes = sizes[sizes > 0]
+    notes = cohort.note_left_out(sizes)
+    fewest, most = int(sizes.min()), int(sizes.max())
+    if aggregator.counts_alike and method.has_aggregator and fewest < most:
+        notes.append(
+            f"aggregator={aggregator.function.__name__}: each client counts alike, with "
+            f"{fewest:,} to {most:,} training examples. --aggregator=mean weighs by examples"
+        )
+    steps = client_steps([fewest, most], cohort.batch_size, cohort.local_epochs, cohort.max_steps)
+    if method.function.__name__ == "scaffold" and steps[1] >= _UNEQUAL_STEPS * steps[0]:
+        notes.append(
+            f"method=scaffold: clients take {steps[0]:,} to {steps[1]:,} local steps in a round, "
+            "and their control variates count alike, so that it can train worse than fedavg. "
+            f"--cohort.max_steps={_UNEQUAL_STEPS * steps[0]} limits the steps"
+        )
+    return notes + _note_classes(prepared, opened)
+
+
+def _note_classes(prepared: PreparedFiles, opened: OpenFiles) -> list[str]:
+    """Tell which classes have no training example, or no held-out example."""
+    label, notes = prepared.label, []
+    if label.task == "classification":
+        parts = {"training": opened.training, "held-out": ~opened.training}
+        for name, chosen in parts.items():
+            counts = np.bincount(prepared.labels[chosen], minlength=len(label.classes))
+            if chosen.any() and (none := np.flatnonzero(counts == 0)).size:
+                shown = ", ".join(repr(label.classes[k]) for k in none[:10])
+                shown += f" and {len(none) - 10} more" if len(none) > 10 else ""
+                notes.append(f"no {name} example of {label.name!r} {shown}")
+    return notes
 
 
 # ---- table.json: the label and the columns of a model, saved when its run begins

@@ -15,6 +15,7 @@ from fedpax.algorithm import RESERVED_METRICS
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_aggregators import (
+    AggregatorConfig,
     Bulyan,
     ClippedMean,
     CodecName,
@@ -318,3 +319,17 @@ def test_the_group_has_the_problem_of_the_methods() -> None:
     assert group.target == methods.target
     assert group.experiments["mean"] == methods.experiments["fedavg"]
     assert list(group.experiments) == list(AGGREGATORS)
+
+
+@pytest.mark.parametrize("name", AggregatorConfig.functions())
+def test_which_aggregators_count_clients_alike(name: str) -> None:
+    config = AggregatorConfig.of(name)()
+    made = config.make(0, 8)
+    updates = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
+
+    @fedpax.program(clients=8)
+    def combine(updates, weights):
+        return made.aggregate(made.init(updates[0]), updates, weights)[0]
+
+    few, many = combine(updates, np.ones(8)), combine(updates, np.arange(1.0, 9))
+    assert np.array_equal(few, many) == config.counts_alike

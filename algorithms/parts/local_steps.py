@@ -247,10 +247,8 @@ def optimizer_step(
     params: Params,
     **extra: Any,
 ) -> tuple[Params, optax.OptState]:
-    """Step parameters along a gradient. Parameters and state keep their dtypes.
-
-    A float32 setting to differentiate in would make the state of bfloat16 parameters float32.
-    """
+    """Step parameters along a gradient. Parameters and state keep their dtypes."""
+    # A float32 setting to differentiate in would make the state of bfloat16 parameters float32.
     updates, stepped = optimizer.update(gradient, state, params, **extra)
     return optax.apply_updates(params, updates), jax.tree.map(_like, stepped, state)
 

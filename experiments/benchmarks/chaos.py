@@ -100,14 +100,8 @@ def restarted_data_parallelism(
 ) -> float:
     """Compute the useful fraction of time if each failure stops all islands.
 
-    Training stops at a failure, returns to the last checkpoint, and continues `restart_seconds`
-    after the failure has ended. Another failure meanwhile begins the restart again. A throttled
-    network costs nothing here.
-
-    Example:
-        >>> failures = [Failure(25.0, "kill", 0, 1.0), Failure(30.0, "cut", 1, 2.0)]
-        >>> restarted_data_parallelism(failures, 100.0, 8.0, checkpoint_seconds=10.0)
-        0.8
+    Training returns to the last checkpoint, and continues `restart_seconds` after the failure has
+    ended. Another failure meanwhile begins the restart again. A throttled network costs nothing.
     """
     kept, running_since = 0.0, 0.0
     for failure in failures:

@@ -13,7 +13,7 @@ from fedpax.aggregators import Aggregator, chain, codecs, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import fedavg
 from fedpax.experiments.benchmarks import workloads
-from fedpax.experiments.client_aggregators import aggregator
+from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
 
 PARTICIPANTS, STEPS = 10, 10
@@ -47,67 +47,60 @@ class Method(NamedTuple):
     stack: int = 0
 
 
-def _methods() -> dict[str, tuple[MethodConfig, optax.GradientTransformation]]:
-    """Return the methods for clients, with their server optimizers."""
-    configured: dict[str, dict[str, Any]] = {
-        "agnostic": {"mixture_learning_rate": 0.001},
-        "apfl": {"mixing": 0.25},
-        "ditto": {"lam": 0.3},
-        "fedac": {},
-        "fedavg": {},
-        "feddyn": {"alpha": 0.1},
-        "fednova": {},
-        "fedprox": {"mu": 0.1},
-        "hypcluster": {"num_clusters": 2},
-        "mime": {},
-        "mime_lite": {},
-        "per_fedavg": {"adaptation_learning_rate": 0.3},
-        "reptile": {"meta_learning_rate": 1.0},
-        "scaffold": {},
-    }
-    return {k: (method(k, **settings), optax.sgd(1.0)) for k, settings in configured.items()} | {
-        "self_tuning": (method("self_tuning_fedavg"), optax.sgd(1.0)),
-        "server_adagrad": (method("fedavg"), algorithms.server_adagrad(0.1)),
-        "server_adam": (method("fedavg"), algorithms.server_adam(0.03)),
-        "server_yogi": (method("fedavg"), algorithms.server_yogi(0.03)),
-    }
+_SGD = optax.sgd(1.0)
+_TUNED: Mapping[str, Mapping[str, Any]] = {
+    "apfl": {"mixing": 0.25},
+    "ditto": {"lam": 0.3},
+    "per_fedavg": {"adaptation_learning_rate": 0.3},
+    "reptile": {"meta_learning_rate": 1.0},
+}
+CLIENTS = {
+    name: (method(name, **_TUNED.get(name, {})), _SGD)
+    for name in MethodConfig.functions()
+    if name in algorithms.__all__
+} | {
+    "self_tuning": (method("self_tuning_fedavg"), _SGD),
+    "server_adagrad": (method("fedavg"), algorithms.server_adagrad(0.1)),
+    "server_adam": (method("fedavg"), algorithms.server_adam(0.03)),
+    "server_yogi": (method("fedavg"), algorithms.server_yogi(0.03)),
+}
+"""The methods for clients, and their server optimizers."""
 
-
-CLIENTS = _methods()
+ASYNCHRONOUS = ("async_diloco", "decoupled_diloco", "fedasync", "fedbuff", "halos")
 
 ISLANDS: Mapping[str, Mapping[str, Any]] = {
-    **{name: {} for name in "branch_train_merge data_parallel diloco eager_diloco easgd".split()},
-    **{name: {} for name in "local_sgd muloco noloco papa papa_2 papa_all".split()},
+    name: {}
+    for name in algorithms.__all__
+    if "FederatedAlgorithm"
+    in getattr(getattr(algorithms, name), "__annotations__", {}).get("return", "")
+    and name not in (*CLIENTS, *ASYNCHRONOUS)
+} | {
     "sparseloco": {"codec": codecs.top_k(1 / 16)},
     # The weights are a fragment, and so are the biases.
     "streaming_diloco": {"fragments": lambda path, leaf: int(leaf.ndim == 1), "delay": 1},
 }
 """The methods for islands: the settings that are not their defaults."""
 
-ASYNCHRONOUS = ("async_diloco", "decoupled_diloco", "fedasync", "fedbuff", "halos")
-
 _NOISE: Any = {"max_norm": 1.0, "noise_multiplier": 0.1, "seed": 0}
 AGGREGATORS: Mapping[str, Callable[[], Aggregator]] = {
+    name: functools.partial(aggregator(name).make, 0, PARTICIPANTS)
+    for name in AggregatorConfig.functions()
+    if name in aggregators.__all__
+} | {
     "adaptive_clip": lambda: chain(
         aggregators.adaptive_clip(initial_norm=1.0, quantile=0.5), mean()
     ),
     "add_local_noise": lambda: chain(aggregators.add_local_noise(0.01, seed=0), mean()),
     "add_noise": lambda: chain(aggregators.add_noise(0.01, seed=0), mean()),
-    "bulyan": lambda: aggregators.bulyan(1),
     "chain": lambda: chain(aggregators.clip_by_norm(1.0), aggregators.quantized_mean(16)),
     "clip_by_norm": lambda: chain(aggregators.clip_by_norm(1.0), mean()),
     "compressed_mean": lambda: aggregators.compressed_mean(
         codecs.top_k(1 / 16), error_feedback=True
     ),
-    "coordinate_median": aggregators.coordinate_median,
     "directional_mean": algorithms.directional_mean,
-    "geometric_median": aggregators.geometric_median,
     "krum": lambda: aggregators.krum(2, num_selected=4),
-    "mean": mean,
     "private_mean": lambda: aggregators.private_mean(**_NOISE),
     "private_secure_mean": lambda: aggregators.private_secure_mean(**_NOISE),
-    "quantized_mean": lambda: aggregators.quantized_mean(16),
-    "secure_mean": lambda: aggregator("secure_mean", max_value=1.0).make(0, PARTICIPANTS),
     "trimmed_mean": lambda: aggregators.trimmed_mean(0.2),
 }
 

@@ -86,12 +86,8 @@ def take_rows(
 
 
 def padded_count(count: int, most: int) -> int:
-    """Round a number of rows up by at most an eighth: each number compiles a program.
-
-    Example:
-        >>> padded_count(5, 100), padded_count(995, 5000), padded_count(99, 100)
-        (8, 1024, 100)
-    """
+    """Round a number of rows up by at most an eighth, such as 995 to 1,024."""
+    # Each number of rows compiles a program.
     multiple = max(8, 1 << max(0, count.bit_length() - 4))
     return min(-(-count // multiple) * multiple, most)
 
@@ -265,12 +261,9 @@ CHUNK_BYTES = 1 << 20
 
 
 def row_fingerprints(leaves: list[jax.Array], blocks: RowBlocks) -> UInt64[np.ndarray, " rows"]:
-    """Return 64 bits for each row of arrays `[rows, ...]`, which depend on all bits of the row.
-
-    Of a row whose bits change, the fingerprint stays with a probability of about 2^-64. Devices
-    read their own rows. Fingerprints of two layouts cannot be compared. All processes must call
-    this together.
-    """
+    """Return 64 bits for each row of arrays `[rows, ...]`; all processes call this together."""
+    # The fingerprint of a row whose bits change stays with a probability of about 2^-64. Devices
+    # read their own rows. Fingerprints of two layouts cannot be compared.
     words = _fingerprints(blocks)(leaves)
     if jax.process_count() > 1:
         words = multihost_utils.process_allgather(words, tiled=True)

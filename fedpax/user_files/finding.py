@@ -204,12 +204,7 @@ _SHARD = re.compile(r"((?:.*\D)?)(\d{5})(-of-(\d{5}))(?!\d)(.*)", re.DOTALL)
 
 
 def is_numbered(name: str) -> bool:
-    """Return whether a file's name is that of a shard.
-
-    Example:
-        >>> is_numbered("train-00000-of-00003"), is_numbered("north")
-        (True, False)
-    """
+    """Return whether a file has the name of a shard, such as `train-00000-of-00003`."""
     return _SHARD.fullmatch(name) is not None
 
 

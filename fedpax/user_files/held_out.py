@@ -28,11 +28,8 @@ _BLOCK = 1 << 16  # examples that are hashed at once: a column of them stays in 
 
 
 def held_out(table: pa.Table, fraction: float) -> Bool[np.ndarray, " examples"]:
-    """Return whether each example is held out.
-
-    Equal examples are on the same side, so none is both trained and evaluated on. The order of
-    files, rows and columns has no effect.
-    """
+    """Return whether each example is held out, in any order of files, rows and columns."""
+    # Equal examples are on the same side, so that none is both trained and evaluated on.
     if not fraction:
         return np.zeros(table.num_rows, np.bool_)
     # 53 bits, which a float64 holds exactly.
@@ -222,11 +219,9 @@ def add_partition(table: pa.Table, options: LoadOptions) -> pa.Table:
 
 
 def partition_prepared(source: TableSource, options: LoadOptions) -> TableSource:
-    """Add the clients of a partition to a prepared folder's source, as a column.
-
-    The examples keep their order. The partition replaces the clients that `prepare` named by
-    files; a client that the files have remains a column.
-    """
+    """Add the clients of a partition to a prepared folder's source, as a column."""
+    # The examples keep their order. The partition replaces the clients that `prepare` named by
+    # files; a client that the files have remains a column.
     table = source.table.drop_columns([CLIENT]) if source.client == CLIENT else source.table
     table = add_partition(table, options._replace(label=source.label))
     return TableSource(source.name, source.folder, table, client=CLIENT, label=source.label)

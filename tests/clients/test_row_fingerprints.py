@@ -10,7 +10,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedpax.clients import row_blocks as module
-from fedpax.clients.row_blocks import row_blocks, row_fingerprints, take_rows, write_rows
+from fedpax.clients.row_blocks import (
+    padded_count,
+    row_blocks,
+    row_fingerprints,
+    take_rows,
+    write_rows,
+)
 from fedpax.parallel.mesh import make_mesh
 
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "bool", "complex64", "float8_e4m3fn"]
@@ -113,3 +119,7 @@ def test_arrays_without_a_common_layout_on_devices_have_no_blocks() -> None:
     assert row_blocks([one, jax.device_put(jnp.zeros(8), NamedSharding(mesh, P()))]) is None
     assert row_blocks([one, jnp.zeros(8)]) is None
     assert row_blocks([]) is None
+
+
+def test_numbers_of_rows_are_rounded_up_by_at_most_an_eighth() -> None:
+    assert (padded_count(5, 100), padded_count(995, 5000), padded_count(99, 100)) == (8, 1024, 100)

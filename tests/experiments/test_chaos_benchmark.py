@@ -25,6 +25,7 @@ from fedpax.experiments.benchmarks.chaos import (
 )
 from fedpax.experiments.benchmarks.chaos_sites import (
     SYNCER,
+    Failure,
     Outcome,
     Restart,
     draw_failures,
@@ -53,6 +54,8 @@ def test_restarted_data_parallelism_equals_a_simulation_in_small_steps(seed: int
     got = restarted_data_parallelism(failures, seconds, restart, checkpoint)
     assert got == pytest.approx(want, abs=2e-3)
     assert restarted_data_parallelism([], seconds, restart, checkpoint) == 1.0
+    failures = [Failure(25.0, "kill", 0, 1.0), Failure(30.0, "cut", 1, 2.0)]
+    assert restarted_data_parallelism(failures, 100.0, 8.0, checkpoint_seconds=10.0) == 0.8
 
 
 def outcome(seed: int, rate: float, failing: bool) -> Outcome:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fedpax.data import load, prepare
+from fedpax.user_files.finding import is_numbered
 
 
 def _write(folder: Path, numbers: list[int], total: int) -> Path:
@@ -41,3 +42,7 @@ def test_chosen_shards_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         assert len(load(sorted(folder.iterdir()))) == 3
     assert "train-00001-of-00012.csv is missing: 3 of 12 shards are there." in caplog.text
+
+
+def test_shards_are_known_by_their_names() -> None:
+    assert is_numbered("train-00000-of-00003") and not is_numbered("north")

@@ -347,12 +347,7 @@ class CohortRounds:
 
 
 def shorter_lengths(longest: int) -> list[int]:
-    """Return the lengths of padded axes: the longest one, a 4th of it, a 16th, ..., 1.
-
-    Example:
-        >>> shorter_lengths(50)
-        [50, 13, 4, 1]
-    """
+    """Return the lengths of padded axes: the longest, a 4th of it, and so on."""
     lengths = [longest]
     while (shorter := -(-lengths[-1] // _SHORTER)) < lengths[-1]:
         lengths.append(shorter)

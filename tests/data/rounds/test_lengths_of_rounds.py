@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
-from fedpax.data.rounds.cohort_stream import MOSTLY_PADDING
+from fedpax.data.rounds.cohort_stream import MOSTLY_PADDING, shorter_lengths
 from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.populations.client_sampler import ClientSampler
 
@@ -50,8 +50,9 @@ def test_rounds_without_the_largest_clients_are_short(seed, local_epochs, max_st
         is_step = np.arange(most) < b.num_steps[:, None]
         for name, values in a.batches.items():
             np.testing.assert_array_equal(values[is_step[:, :length]], b.batches[name][is_step])
-            if MOSTLY_PADDING * is_step.sum() < is_step.size:
-                assert is_step.any() and not b.batches[name][~is_step].any()
+            if 0 < MOSTLY_PADDING * is_step.sum() < is_step.size:
+                assert not b.batches[name][~is_step].any()
+        assert not b.batches["mask"][~is_step].any()  # also of a round of clients without examples
 
 
 def test_padding_is_not_read(monkeypatch):
@@ -101,3 +102,7 @@ def test_pad_to_is_one_of_two_words():
         cohort_rounds(
             {"x": np.ones(2)}, [[0, 1]], ClientSampler(1, 1), batch_size=1, pad_to="cohort"
         )
+
+
+def test_a_shorter_length_is_a_fourth() -> None:
+    assert shorter_lengths(50) == [50, 13, 4, 1]

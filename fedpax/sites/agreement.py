@@ -187,6 +187,8 @@ class Agreement:
                     break
         except StopIteration as end:
             inputs: Json = end.value
+            for line in _lone_classes(inputs, present):
+                self._progress.note(line)
             return inputs
         faults = dict(self._exchange.faults)
         for name in self._awaited_again(faults):
@@ -275,6 +277,17 @@ class Agreement:
             f"after {seconds:g} s sites still differ, expected sites that agree: {reason}. Then "
             "run the same command again."
         )
+
+
+def _lone_classes(inputs: Json, present: Sequence[SiteRecord]) -> list[str]:
+    """Return a line for each class, up to ten, that one site alone has: it can be a stray label."""
+    having: dict[str, list[str]] = {}
+    if len(present) > 1 and inputs.get("label", {}).get("classes"):
+        for site in present:
+            for value in site.description["label"]["classes"]:
+                having.setdefault(value, []).append(site.name)
+    alone = [(value, names[0]) for value, names in sorted(having.items()) if len(names) == 1]
+    return [f"class {value!r} is at site {name} alone" for value, name in alone[:10]]
 
 
 def in_words(types: Json) -> dict[str, str]:

@@ -74,7 +74,7 @@ class SiteRecord:
         self.incarnation = ""  # of its process
         self.counted: str | None = None  # token of the last round that counted its terms
         self.ready = False  # whether it knows the inputs of all sites
-        self.left = self.heard_end = False
+        self.left = self.failed = self.heard_end = False  # failed: it left with an error
         self.has_rival = False  # whether another process of its name was told to wait
         self.attendance = Attendance()
         self.seen = -math.inf  # when it was last heard
@@ -95,7 +95,7 @@ class SiteReport(NamedTuple):
 
     name: str
     # "joining", "training", "overdue" (it is heard and does not answer), "silent", "left",
-    # "finished" or "expelled"
+    # "failed" (it left with an error), "finished" or "expelled"
     state: str
     clients: int
     rounds: int  # rounds that counted its terms
@@ -234,7 +234,7 @@ class SiteTable:
         if site.heard_end:
             return "finished"
         if site.left:
-            return "left"
+            return "failed" if site.failed else "left"
         if not self.is_present(site, now):
             return "silent"
         if not self.is_awaited(site, ROUND, now):

@@ -163,7 +163,8 @@ class Site:
         self._closed.set()
         self._metrics.close()
         with contextlib.suppress(DisconnectedError, RefusedError):
-            self._call("leave", timeout=2.0)
+            failed = not (self.finished or self.gave_up or self._stop())
+            self._call("leave", timeout=2.0, failed=failed)
 
     def run(self) -> None:
         """Work until the run is finished, a signal asks to stop, or no coordinator answers."""

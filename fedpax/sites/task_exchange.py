@@ -289,7 +289,8 @@ class TaskExchange:
         return self._answer(site, status="ok")
 
     def _leave(self, site: SiteRecord, request: CheckedHeader, arrays: Any) -> Message:
-        site.left, site.heard_end = True, site.heard_end or self.finished
+        site.left, site.failed = True, request.flag("failed")
+        site.heard_end = site.heard_end or self.finished
         return self._answer(site, status="ok")
 
     def _answer(self, site: SiteRecord, **fields: Any) -> Message:

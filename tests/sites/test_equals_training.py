@@ -85,6 +85,7 @@ def test_the_classes_of_all_sites_are_told(tmp_path: Path, notes: list[str]) -> 
     run(experiment(rounds=1), sites, tmp_path / "runs")
     told = [line for line in notes if "label 'outcome': classification, ill, stray, well" in line]
     assert len(told) == 1 + len(SIZES)
+    assert [line for line in notes if " alone" in line] == ["class 'stray' is at site b alone"]
 
 
 def test_a_site_tells_which_missing_values_it_fills(

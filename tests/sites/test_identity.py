@@ -8,6 +8,7 @@ import pytest
 
 from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
 from fedpax.islands.island.link import Link
+from fedpax.secure_sums.arithmetic import EXACT_WORDS, WORDS
 from fedpax.sites.site_process import WIRE_FORMAT, find_difference, find_other_format, identify
 from fedpax.transport.calls import RefusedError
 from fedpax.transport.message import Message
@@ -62,3 +63,7 @@ def test_another_format_is_described():
     assert find_other_format(2, 2) is None
     text = "sends messages of format 1, expected format 2. Install the same commit of fedpax on "
     assert find_other_format(1, 2) == f"{text}both sides."
+
+
+def test_the_format_of_messages_changes_with_the_words_of_secure_sums() -> None:
+    assert (WIRE_FORMAT, WORDS, EXACT_WORDS) == (4, 3, 14)  # change the first one with the others

@@ -1,7 +1,12 @@
 """What a coordinator tells of its sites while it waits."""
 
+import contextlib
+import time
 from pathlib import Path
 
+import pytest
+
+from fedpax.errors import ArgumentError
 from fedpax.sites.site_files import SiteWatch, read_run
 from fedpax.sites.site_process import identify
 from fedpax.sites.site_table import SiteTable
@@ -71,3 +76,30 @@ def test_a_site_that_is_started_again_counts_all_of_its_rounds(tmp_path: Path) -
     about = {"exp": "", "stop": lambda: False, "give_up_after": 5.0}
     site = Site(sites["a"], tmp_path / "a", line, progress, name="a", **about)
     assert site.rounds == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_site_that_ends_with_an_error_is_told_as_failed(
+    tmp_path: Path, notes: list[str], fails: bool
+) -> None:
+    experiment, table = small(), SiteTable(30.0)
+    identity = identify(experiment, {}, experiment.own_fields, experiment.shared_content())
+    exchange = TaskExchange(identity, table, rounds=1, run="r")
+
+    class Faulty(Line):
+        def call(self, message: Message, timeout: float) -> Message:
+            if message.header["kind"] == "work" and fails:
+                raise ArgumentError("The label 'y' has the value 'secret', expected one of")
+            assert "secret" not in str(message.header)
+            return super().call(message, timeout)
+
+    progress = Progress("fed", rounds_done=0, rounds=1, enabled=False)
+    watch = SiteWatch(tmp_path, progress, table)
+    end = time.monotonic() + 0.5
+    about = {"exp": "", "stop": lambda: time.monotonic() > end, "give_up_after": 5.0}
+    site = Site(experiment, tmp_path, Faulty(exchange), progress, name="oslo", **about)
+    with contextlib.suppress(ArgumentError), contextlib.closing(site):
+        site.run()
+    watch.update()
+    state = "failed" if fails else "left"
+    assert notes[-1] == f"site oslo (1 client): {state}"

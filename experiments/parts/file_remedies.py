@@ -50,7 +50,8 @@ def _as_flag(match: re.Match[str], prefix: str) -> str:
     if isinstance(value, dict):
         value = [f"{name}={data_type}" for name, data_type in value.items()]
     if isinstance(value, str):
-        return f"{prefix}{match[1]}={shlex.quote(value)}"
+        text = value.replace("\t", "\\t")  # which CSV takes for a tab
+        return f"{prefix}{match[1]}={shlex.quote(text)}"
     words = [escape_commas(str(word)) for word in value]
     if prefix == "--":
         return f"{prefix}{match[1]}={shlex.quote(','.join(words))}"

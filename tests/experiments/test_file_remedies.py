@@ -1,7 +1,10 @@
 """Tests of the remedies of errors of files in flags."""
 
+from pathlib import Path
+
 import pytest
 
+from fedpax.data import load
 from fedpax.experiments.parts.file_remedies import with_flags
 from fedpax.user_files.table_source import check_columns
 
@@ -20,6 +23,16 @@ def test_the_held_out_share_is_named_by_its_flag() -> None:
     text = "The split 'heldout' has no examples with heldout_fraction=0.1. Set another fraction."
     assert "with --data.heldout_fraction=0.1." in with_flags(text)
     assert "with --heldout_fraction=0.1." in with_flags(text, "--")
+
+
+def test_a_tab_is_written_as_the_flag_takes_it(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x\ty\n1\t2\n")
+    with pytest.raises(ValueError, match="does not divide") as error:
+        load(tmp_path / "a.csv")
+    assert with_flags(str(error.value)).endswith(r"Set --data.delimiter='\t'.")
+    assert load(tmp_path / "a.csv", delimiter=r"\t").column("y").tolist() == [2]
+    with pytest.raises(ValueError, match=r"delimiter=.::. has 2 characters, expected one"):
+        load(tmp_path / "a.csv", delimiter="::")
 
 
 def test_arguments_of_remedies_are_flags() -> None:

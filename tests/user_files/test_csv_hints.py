@@ -114,3 +114,21 @@ def test_a_number_with_a_point_is_no_misfit_among_integers(tmp_path: Path) -> No
     (tmp_path / "b.csv").write_text("x\n1.5\nabc\n")
     with pytest.raises(ValueError, match=r"expected one type: line 3 of .*b.csv has 'abc'"):
         load(tmp_path / "*.csv")
+
+
+@pytest.mark.parametrize("delimiter", [None, ";"])
+@pytest.mark.parametrize("names", ["x;y", "x;y;z"])
+def test_a_first_line_for_spreadsheets_is_told(
+    tmp_path: Path, delimiter: str | None, names: str
+) -> None:
+    """With delimiter=';' the columns were 'sep=' and ''."""
+    (tmp_path / "a.csv").write_text(f"sep=;\n{names}\n" + names.replace("x", "1") + "\n")
+    with pytest.raises(ValueError, match=r"its first line, 'sep=;', tells .* `tail -n \+2 .*=';'"):
+        load(tmp_path / "a.csv", delimiter=delimiter)
+
+
+def test_clients_without_a_name_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.csv").write_text('site,x\n"",1\nb,2\n"",4\n')
+    load(tmp_path / "a.csv", client="site")
+    (told,) = caplog.messages
+    assert "The column 'site' of" in told and "is the empty text in 2 examples, which are" in told

@@ -337,4 +337,5 @@ def value_range(column: Any) -> str:
         return ""
     if is_date(column.type):  # as text, for those that Python's dates cannot hold
         return " to ".join(str(ends[name].cast("string")) for name in ("min", "max"))
-    return " to ".join(f"{float(ends[name].as_py()):g}" for name in ("min", "max"))
+    low, high = (float(ends[name].as_py()) for name in ("min", "max"))
+    return "" if np.isnan(low) else f"{low:g} to {high:g}"

@@ -111,11 +111,19 @@ def _options(
 
 
 def _delimiter(file: DataFile, options: ReadOptions) -> str:
-    return options.delimiter or ("\t" if file.suffix in (".tsv", ".tab") else ",")
+    given = "\t" if options.delimiter == "\\t" else options.delimiter  # as shells pass it
+    if given is not None and len(given) != 1:
+        raise ArgumentError(
+            f"delimiter={given!r} has {len(given)} characters, expected one. Set delimiter=';' or "
+            "another one"
+        )
+    return given or ("\t" if file.suffix in (".tsv", ".tab") else ",")
 
 
 def _check_schema(file: DataFile, options: ReadOptions, schema: pa.Schema) -> None:
     _check_encoding(file, options, schema)
+    if schema.names[0].startswith("sep="):
+        _check_separator_line(file)
     if len(schema) == 1:
         check_single_column(file, _delimiter(file, options), schema.names[0])
         tell_spaces(file, schema.names[0])
@@ -262,8 +270,19 @@ def check_header(file: DataFile, delimiter: str) -> None:
         raise ArgumentError(
             f"it is UTF-16, not UTF-8, expected UTF-8. Convert it, {_convert('UTF-16', file)}"
         )
+    _check_separator_line(file)
     if delimiter.encode() not in header:
         check_delimiter(delimiter, header.decode(errors="replace").strip())
+
+
+def _check_separator_line(file: DataFile) -> None:
+    """Raise an error for a first line that tells spreadsheets the delimiter."""
+    if match := re.fullmatch(r"sep=(.)", next(iter(_first_lines(file)), "")):
+        raise ArgumentError(
+            f"its first line, {match[0]!r}, tells spreadsheets the delimiter, and has no names of "
+            f"columns. Remove it, such as by `tail -n +2 {file.path} > new.csv`, and set "
+            f"delimiter={match[1]!r}"
+        )
 
 
 def check_single_column(file: DataFile, delimiter: str, name: str) -> None:

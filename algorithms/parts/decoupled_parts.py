@@ -154,6 +154,11 @@ def is_embedding(path: str) -> bool:
     return "embed" in path.lower()
 
 
+# The norm that rounding errors can leave of a mean of directions that cancel: a few float32
+# epsilons. The direction of such a mean is arbitrary, another one on another kind of device.
+_ROUNDING = 1e-6
+
+
 def directional_mean(
     *, plain: Callable[[str], bool] = is_embedding, layers: str = "layers"
 ) -> Aggregator:
@@ -176,7 +181,7 @@ def directional_mean(
 
     Returns:
         An aggregator without state and metrics. Where all updates are 0, or their directions cancel
-        exactly, the result is 0.
+        but for rounding errors (a mean of norm 1e-6 or less), the result is 0.
 
     Example:
         >>> import fedpax
@@ -219,7 +224,8 @@ def directional_mean(
         for path, (_, leaf), (direction, norm) in zip(paths, entries, averaged, strict=True):
             if norm is not None:
                 norm_of_mean = _norm(direction, layers in path.split("/"))
-                direction = norm * _direction(direction, norm_of_mean)
+                known = norm_of_mean > _ROUNDING
+                direction = norm * _direction(direction, jnp.where(known, norm_of_mean, 0.0))
             merged.append(direction.astype(leaf.dtype))
         return jax.tree.unflatten(structure, merged), state, {}
 

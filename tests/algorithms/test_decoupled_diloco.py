@@ -241,6 +241,24 @@ def test_the_directional_mean_keeps_the_length_of_orthogonal_updates():
     assert np.linalg.norm(result["layers"]["w"][1]) == pytest.approx(5 * 800**0.5, rel=0.03)
 
 
+def test_directions_that_cancel_but_for_rounding_errors_give_0():
+    """An entry of such a vector, or a scalar, would have the length of an update and any sign."""
+    updates = np.float32(np.random.default_rng(0).normal(size=(100, 7)))
+    updates = np.concatenate([updates, -3 * updates])  # u / |u| is rounded differently
+    aggregator = directional_mean()
+
+    @fedpax.program(islands=200)
+    def average(updates):
+        return aggregator.aggregate(aggregator.init(None), updates, None)[0]
+
+    mean_of_directions = (updates / np.linalg.norm(updates, axis=1, keepdims=True)).mean(0)
+    assert 0 < np.linalg.norm(mean_of_directions) < 1e-6
+    np.testing.assert_array_equal(jax.jit(average)(updates), 0)
+    almost = updates * np.where(np.arange(200) == 0, 2e-4, 1)[:, None]  # directions are the same
+    almost[0, 0] += 1e-4
+    assert np.linalg.norm(jax.jit(average)(almost)) > 1
+
+
 def test_bad_schedules_raise():
     algorithm, _ = method()
     state, batches = algorithm.init(jax_params()), random_rounds(1, ISLANDS, 2 * STEPS)[0]

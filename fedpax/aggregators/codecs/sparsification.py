@@ -204,6 +204,8 @@ def largest(values: Float[Array, "entries ..."], k: int) -> Int[Array, "k ..."]:
 
 
 def _with_heap(values: Float[Array, "entries ..."], k: int) -> Int[Array, "k ..."]:
+    # NaN counts as the largest. On a GPU, XLA's top_k ranks it below numbers.
+    values = jnp.where(jnp.isnan(values), jnp.inf, values)
     return jnp.moveaxis(jax.lax.top_k(jnp.moveaxis(values, 0, -1), k)[1], -1, 0)
 
 

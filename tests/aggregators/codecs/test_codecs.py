@@ -144,6 +144,19 @@ def test_top_k_sends_the_largest_entries_of_blocks_of_any_size(entries: int, sen
     np.testing.assert_array_equal(decoded[kept], x[kept])
 
 
+def test_top_k_sends_nan_where_xla_ranks_it_last(monkeypatch):
+    """As XLA does on a GPU."""
+    top_k = jax.lax.top_k
+    monkeypatch.setattr(
+        jax.lax, "top_k", lambda x, k: top_k(jnp.where(jnp.isnan(x), -jnp.inf, x), k)
+    )
+    x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+    x[9, 1] = np.nan
+    codec, key = codecs.top_k(1 / 64), jax.random.key(0)
+    decoded = np.asarray(codec.decode(key, codec.encode(key, x), 64))
+    assert np.isnan(decoded[9, 1]) and np.isfinite(np.delete(decoded, 1, 1)).all()
+
+
 @pytest.mark.parametrize(("name", "scale"), [("random-k", 4), ("biased random-k", 1)])
 def test_random_k_sends_a_quarter_at_the_same_places_of_every_block(name, scale):
     x, decoded = draws(name)

@@ -90,6 +90,8 @@ def _sum_blocks_of_products(x: jax.Array) -> Float[Array, "participants particip
 
 
 def _matmul(x: jax.Array) -> Float[Array, "participants participants"]:
+    if jnp.issubdtype(x.dtype, jnp.integer):  # XLA fails at such a matmul on a GPU
+        x = x.astype(jnp.float32)
     axes = tuple(range(1, x.ndim))
     return jax.lax.dot_general(
         x,

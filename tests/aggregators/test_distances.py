@@ -34,6 +34,13 @@ def test_an_update_with_nan_is_infinitely_far(monkeypatch):
     assert np.all(np.isfinite(np.delete(np.delete(result, 3, 0), 3, 1)))
 
 
+def test_integers_are_multiplied_as_floats():
+    """XLA cannot compile a matmul of integers whose result is float32 for a GPU."""
+    text = jax.jit(distances).lower(np.ones((N, 33), np.int32)).as_text()
+    matmuls = [line for line in text.splitlines() if "dot_general" in line]
+    assert matmuls and not any("xi32" in line for line in matmuls)
+
+
 def test_a_cpu_multiplies_blocks():
     """A matmul of a CPU copies its operands, which may be mapped files."""
     updates = jax.ShapeDtypeStruct((N, 1_000_000), np.float32)

@@ -6,7 +6,8 @@
 pfl needs PyTorch, and Flower needs Ray, and PyTorch for its clients; a library without the option
 is left out. All libraries run the same round on the same data (5 steps of plain SGD per client,
 updates weighted by numbers of examples) and must give the same result. Then interleaved calls are
-timed, each library in a process that waits for a request before every round.
+timed, each library in a process that waits for a request before every round. If the machine has a
+GPU, fedpax and pfl use it, and the data are on it; Flower uses the CPU.
 
 `--method=scaffold` is option II, in pfl with one worker. `--method=private` is FedAvg with the
 central Gaussian mechanism, with so little noise that the results can be compared.
@@ -94,9 +95,11 @@ class OtherFrameworks(Sizes):
             saved: dict[str, Any] = {**by_name(params), **batches, "rate": LEARNING_RATE}
             saved |= {"mu": MU, "max_norm": MAX_NORM, "noise": NOISE}
             np.savez(folder / "arguments.npz", **saved)
-            fedpax_call = make_call(self.method, workload, params, batches, num_examples)
-            calls: dict[str, Callable[[], Any]] = {"fedpax": fedpax_call}
-            results = {"fedpax": by_name(fedpax_call())}
+            problem = self.method, workload, params, batches, num_examples
+            calls: dict[str, Callable[[], Any]] = {"fedpax": make_call(*problem)}
+            # Compared in full precision: GPUs round the operands of matmuls.
+            with jax.default_matmul_precision("float32"):
+                results = {"fedpax": by_name(make_call(*problem)())}
             versions = {"fedpax": f"jax {jax.__version__}"}
             for library, python in self.pythons.items():
                 paths = folder / "arguments.npz", folder / f"{library}.npz"

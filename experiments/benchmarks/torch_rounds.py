@@ -20,6 +20,7 @@ import math
 import sys
 import tempfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,8 @@ def run_pfl(problem: Problem, result: str, method: str) -> None:
     from pfl.privacy.gaussian_mechanism import GaussianMechanism
     from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
 
-    images, labels = torch.tensor(problem.images), torch.tensor(problem.labels)
+    device = pytorch_ops.get_default_device()  # also the model's
+    images, labels = (torch.tensor(x, device=device) for x in (problem.images, problem.labels))
     network = classifier(problem.params)
     model = PyTorchModel(
         network,
@@ -158,12 +160,7 @@ def run_pfl(problem: Problem, result: str, method: str) -> None:
     }
     make_algorithm, make_settings, settings = methods[method]
     algorithm = make_algorithm()
-    is_first_worker = torch.distributed.get_rank() == 0
-    for repetition in itertools.count():
-        requested = torch.tensor(is_first_worker and bool(sys.stdin.readline()))
-        torch.distributed.broadcast(requested, 0)
-        if not requested:
-            break
+    for repetition in requests(device):
         algorithm.run(  # up to this total number of rounds, so one more
             make_settings(
                 central_num_iterations=repetition + 1,
@@ -181,8 +178,25 @@ def run_pfl(problem: Problem, result: str, method: str) -> None:
             ),
             send_metrics_to_platform=False,
         )
-        if is_first_worker and repetition == 0:
+        if repetition == 0 and torch.distributed.get_rank() == 0:
             save(result, "pfl", from_torch(network, problem.params))
+
+
+def requests(device: Any) -> Iterator[int]:
+    """Yield the number of each round that the first worker's input requests, then answer."""
+    import torch
+
+    is_first_worker = torch.distributed.get_rank() == 0
+    for repetition in itertools.count():
+        requested = torch.tensor(is_first_worker and bool(sys.stdin.readline()), device=device)
+        torch.distributed.broadcast(requested, 0)
+        if not requested:
+            break
+        # The result of the first round is compared; the others run in PyTorch's default precision.
+        torch.backends.cudnn.allow_tf32 = repetition > 0
+        yield repetition
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         if is_first_worker:
             print("done", flush=True)
 

@@ -98,6 +98,19 @@ def test_a_library_with_another_result_raises(fake_library):
         measure(1, **pythons)
 
 
+def test_results_are_compared_in_full_precision(fake_library, monkeypatch):
+    """And rounds are timed in JAX's default precision, in which a GPU rounds operands."""
+    precisions, make_call = [], other_frameworks.make_call
+
+    def record(*problem):
+        precisions.append(jax.config.jax_default_matmul_precision)
+        return make_call(*problem)
+
+    monkeypatch.setattr(other_frameworks, "make_call", record)
+    measure(1, **fake_library(NUMPY_ROUND))
+    assert precisions == [None, "float32"]
+
+
 def test_a_library_that_cannot_start_raises(fake_library):
     pythons = fake_library("raise SystemExit('no such library')")
     with pytest.raises(ChildProcessError, match=r"script\.py.* exited"):

@@ -245,6 +245,19 @@ def test_save_to_disk_with_images_in_shards_and_splits(tmp_path: Path) -> None:
         load(tmp_path / "set" / "train")
 
 
+def test_arrays_of_hugging_face_keep_their_shape(tmp_path: Path) -> None:
+    x = np.random.default_rng(6).integers(0, 256, (6, 2, 3), np.uint8)
+    values = pa.array([*x.tolist(), None], pa.list_(pa.list_(pa.uint8())))
+    features = {"x": {"shape": [2, 3], "dtype": "uint8", "_type": "Array2D"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pa.table({"x": values, "user": [0] * 7}).replace_schema_metadata(metadata)
+    parquet.write_table(table[:6], tmp_path / "a.parquet")
+    made = prepare(tmp_path / "a.parquet", tmp_path / "out", client="user").source
+    for source in (load(table[:6]), load(tmp_path / "a.parquet"), made):
+        np.testing.assert_array_equal(source.column("x"), x, strict=True)
+    assert load(table).table.column("x").to_pylist() == table.column("x").to_pylist()
+
+
 @pytest.mark.parametrize(
     "names",
     [

@@ -84,26 +84,39 @@ def decode_column(column: Any, options: ReadOptions) -> Any:
     return decode_images(encoded, [f"image {n}" for n in range(len(encoded))], options)
 
 
-# decode_features: Hugging Face's features in Arrow tables, such as encoded images.
+# decode_features: Hugging Face's features in Arrow tables, images and arrays of one shape.
 def decode_features(table: pa.Table, options: ReadOptions) -> pa.Table:
-    """Decode the columns that the schema's metadata calls images; other columns stay."""
-    for name in image_columns(table.schema):
-        if not options.columns or name in options.columns:
-            position = table.column_names.index(name)
-            table = table.set_column(position, name, decode_column(table.column(name), options))
+    """Decode the columns that the schema's metadata calls images or arrays; others stay."""
+    for name, feature in _features(table.schema).items():
+        if options.columns and name not in options.columns:
+            continue
+        position, column = table.column_names.index(name), table.column(name)
+        if feature["_type"] == "Image" and pa.types.is_struct(column.type):
+            table = table.set_column(position, name, decode_column(column, options))
+        elif feature["_type"] in _ARRAYS and None not in feature["shape"]:
+            table = table.set_column(position, name, _to_tensor(column, feature["shape"]))
     return table
 
 
-def image_columns(schema: pa.Schema) -> list[str]:
-    """Return the columns whose feature is an image."""
+_ARRAYS = ("Array2D", "Array3D", "Array4D", "Array5D")  # stored as lists of lists
+
+
+def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
+    """Return Hugging Face's features of columns."""
     metadata = (schema.metadata or {}).get(b"huggingface")
     try:
         features = json.loads(metadata or "{}")["info"]["features"]
-        names = [name for name, feature in features.items() if feature["_type"] == "Image"]
+        return {name: f for name, f in features.items() if f["_type"] and name in schema.names}
     except (ValueError, KeyError, TypeError, AttributeError):  # a form that is not known here
-        return []
-    return [
-        name
-        for name in names
-        if name in schema.names and pa.types.is_struct(schema.field(name).type)
-    ]
+        return {}
+
+
+def _to_tensor(column: Any, shape: Sequence[int]) -> Any:
+    """Convert lists of lists to a tensor; a column in which a value is missing stays."""
+    values = column.combine_chunks()
+    values = getattr(values, "storage", values)  # of the type that the package `datasets` adds
+    while pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        values = values.flatten()
+    if values.null_count or len(values) != len(column) * np.prod(shape):
+        return column
+    return array_to_arrow(values.to_numpy(zero_copy_only=False).reshape(len(column), *shape))

@@ -189,10 +189,10 @@ class FedAvgText(OverSites, ClientText):
         """Make a site's run. Metrics weigh the tokens of its held-out documents."""
         fitting = self.sized(clients.total)
         trainable = fitting.trainable(MeshConfig(clients=1).make())
-        (rows, own), heldout = fitting._site_rows, fitting._site_heldout
+        (rows, population), heldout = fitting._site_rows, fitting._site_heldout
         sampler = ChosenClients(clients.total, fitting.cohort.size, self.cohort.seed)
         rounds = fitting._make_rounds(
-            rows, SitePopulation(own, clients.first, clients.total), sampler
+            rows, SitePopulation(population, clients.first, clients.total), sampler
         )
 
         @functools.cache
@@ -209,20 +209,20 @@ class FedAvgText(OverSites, ClientText):
             0 if heldout is None else int(heldout.main.num_targets.sum()),
             [str(client) for client in range(clients.number)],  # which keep no states
             frozen=trainable.frozen,
-            fine_tune=functools.partial(self._fine_tune, rows, own),
+            fine_tune=functools.partial(self._fine_tune, rows, population),
         )
 
-    def _fine_tune(self, rows: Arrays, own: Partition, params: Params) -> Params:
+    def _fine_tune(self, rows: Arrays, population: Partition, params: Params) -> Params:
         """Return the parameters after one more round of a site's clients alone."""
-        alone = dataclasses.replace(self.sized(len(own)), server=ServerConfig())
+        alone = dataclasses.replace(self.sized(len(population)), server=ServerConfig())
         self._sharing_documents(alone)
         trainable = alone.trainable(MeshConfig(clients=1).make())
         algorithm = alone._site_algorithm(trainable)
-        sampler = ClientSampler(len(own), alone.cohort.size, self.cohort.seed)
+        sampler = ClientSampler(len(population), alone.cohort.size, self.cohort.seed)
         frozen = () if trainable.frozen is None else (trainable.frozen.load(),)
         state: Any = jax.jit(algorithm.init)(params)
         step: Any = jax.jit(algorithm.round)
-        state, _ = step(state, next(alone._make_rounds(rows, own, sampler)), *frozen)
+        state, _ = step(state, next(alone._make_rounds(rows, population, sampler)), *frozen)
         tuned: Params = state.params
         return tuned
 

@@ -56,8 +56,8 @@ def heldout_data(folder: str | Path, node: Node) -> Callable[[int], Cohort]:
     if files is None:
         clients: Any = experiment.open_heldout_participants().clients
         return lambda number: clients.read_clients(number, np.array([node.participant]))
-    own = _with_own_files(experiment, node, str(files))
-    opened = own.opened
+    at_node = _with_own_files(experiment, node, str(files))
+    opened = at_node.opened
     chosen = np.flatnonzero(opened.heldout | opened.is_new[opened.owners])
     if len(chosen) > (most := node.steps * experiment.heldout_batch_size):
         raise ArgumentError(
@@ -65,12 +65,12 @@ def heldout_data(folder: str | Path, node: Node) -> Callable[[int], Cohort]:
             "the app. Evaluate with a larger --heldout_batch_size."
         )
     rounds = cohort_rounds(
-        own.prepared.examples,
+        at_node.prepared.examples,
         OneParticipant(node.num_participants, node.participant, chosen),
         ClientSampler(node.num_participants, 1),
         batch_size=experiment.heldout_batch_size,
         max_steps=node.steps,
-        preprocess=own.make_preprocess(),
+        preprocess=at_node.make_preprocess(),
     )
     return lambda number: rounds.read_clients(number, np.array([node.participant]))
 
@@ -93,12 +93,12 @@ def _build(experiment: Experiment) -> Run:
 
 def _own_files(experiment: Experiment, node: Node, files: str) -> CohortRounds:
     """Return rounds of the files of this node, whose clients are one participant."""
-    own = _with_own_files(experiment, node, files)
-    examples, population = own.read_clients()
+    at_node = _with_own_files(experiment, node, files)
+    examples, population = at_node.read_clients()
     together = np.concatenate([np.asarray(part, np.int64) for part in population])
-    sampler = ClientSampler(node.num_participants, 1, own.cohort.seed)
+    sampler = ClientSampler(node.num_participants, 1, at_node.cohort.seed)
     population = OneParticipant(node.num_participants, node.participant, together)
-    return own.make_rounds(examples, population, sampler, own.make_preprocess())
+    return at_node.make_rounds(examples, population, sampler, at_node.make_preprocess())
 
 
 def _with_own_files(experiment: Experiment, node: Node, files: str) -> FedAvgFiles:
@@ -110,16 +110,16 @@ def _with_own_files(experiment: Experiment, node: Node, files: str) -> FedAvgFil
         )
     names = tuple(name.strip() for name in files.split(","))
     data = dataclasses.replace(experiment.data, files=names)
-    own = dataclasses.replace(
+    at_node = dataclasses.replace(
         experiment, data=data, cohort=dataclasses.replace(experiment.cohort, max_steps=node.steps)
     )
-    own.__dict__["_saved_inputs"] = experiment.saved_inputs
+    at_node.__dict__["_saved_inputs"] = experiment.saved_inputs
     # One file is a client with the file's name, as it is among several files: the same examples are
     # held out.
     is_folder = len(names) == 1 and Path(names[0]).is_dir()
     one_client = None if is_folder else find_files(names, None)[0].name
-    own.__dict__["opened"] = open_files(data, one_client)
-    return own
+    at_node.__dict__["opened"] = open_files(data, one_client)
+    return at_node
 
 
 class _Rows:

@@ -52,8 +52,8 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    own = {name for name in globals() if name.startswith("__")}
-    return sorted({*own, *__all__, *_packages()})
+    dunders = {name for name in globals() if name.startswith("__")}
+    return sorted({*dunders, *__all__, *_packages()})
 
 
 @functools.cache

@@ -112,8 +112,8 @@ class Aggregations(Timed):
                 calls["bound"] = timing.compile_for(program(bound), placed).call
                 if name in peers:
                     calls["flower"] = functools.partial(peers[name], results)
-                    for own, other in zip(calls["fedpax"](), calls["flower"](), strict=True):
-                        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
+                    for ours, other in zip(calls["fedpax"](), calls["flower"](), strict=True):
+                        np.testing.assert_allclose(ours, other, rtol=1e-4, atol=1e-5)
                 seconds = self.time(calls)
             flower = seconds.get("flower")
             yield Row(

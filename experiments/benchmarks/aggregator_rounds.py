@@ -63,7 +63,7 @@ class AggregatorRounds(Sizes, Timed):
     devices: list[int] = option("1", "numbers of devices; simulated on a CPU", integers)
     chunk_size: int = option(1, "clients that run at once")
     repetitions: int = option(7, "timed calls of each round", least=1)
-    aggregators: list[str] | None = harness.some(";", lambda own: aggregators(min(own.clients)))
+    aggregators: list[str] | None = harness.some(";", lambda rounds: aggregators(min(rounds.clients)))
     columns = (
         "aggregator {name:32} | temporaries {temporary_bytes:bytes} | round, s {seconds:.3f} "
         "| round / mean's {ratio:.2f} | added {added:+.1%}"
@@ -82,10 +82,10 @@ class AggregatorRounds(Sizes, Timed):
             rounds[name] = timing.compile_for(algorithm.round, state, cohort)
             untrained[name] = self._untrained_round(aggregator, params, num_examples)
         rows, alone = self.compare(rounds, "mean"), self.compare(untrained, "mean")
-        for row, own in zip(rows, alone, strict=True):
-            pairs = zip(own.seconds, alone[0].seconds, rows[0].seconds, strict=True)
+        for row, untrained_row in zip(rows, alone, strict=True):
+            pairs = zip(untrained_row.seconds, alone[0].seconds, rows[0].seconds, strict=True)
             added = statistics.median((ours - least) / whole for ours, least, whole in pairs)
-            yield Row(**vars(row), untrained_seconds=own.seconds, added=added)
+            yield Row(**vars(row), untrained_seconds=untrained_row.seconds, added=added)
 
     def _untrained_round(
         self, aggregator: Aggregator, params: Any, num_examples: jax.Array

@@ -97,13 +97,13 @@ def cells(params: float = 0.83, bits: Mapping[str, float] | None = None) -> Iter
     """Compute the table, with the bits of a parameter of some methods."""
     ratio, compiled = np.log(GRID[1] / GRID[0]), bits or {}
     for method, (name, model) in itertools.product(PUBLISHED, MODELS.items()):
-        own = exchange(method, model.num_layers)
+        sent = exchange(method, model.num_layers)
         if method in compiled:
-            own = dataclasses.replace(own, bits=compiled[method])
+            sent = dataclasses.replace(sent, bits=compiled[method])
         else:
             model = dataclasses.replace(model, num_params=params * model.num_params)
         for utilization, paper in zip(UTILIZATIONS, PUBLISHED[method][name], strict=True):
-            computed = required_bandwidth(model, own, utilization, GRID) / 1e9
+            computed = required_bandwidth(model, sent, utilization, GRID) / 1e9
             yield Row(
                 method=method,
                 model=name,
@@ -157,8 +157,8 @@ class Bandwidth(Benchmark):
         for panel, model in zip(axes, MODELS.values(), strict=True):
             model = dataclasses.replace(model, num_params=self.params * model.num_params)
             for method in PUBLISHED:
-                own = exchange(method, model.num_layers)
-                values = [compute_utilization(model, own, b) for b in bandwidths]
+                sent = exchange(method, model.num_layers)
+                values = [compute_utilization(model, sent, b) for b in bandwidths]
                 panel.plot(bandwidths / 1e9, values, label=method)
         axes[0].set_ylabel("compute utilization")
         return harness.figure_of(axes)

@@ -166,7 +166,7 @@ class Sites(contextlib.AbstractContextManager["Sites"]):
         """Return how many updates of an island the syncer has counted and not applied."""
         islands = json.loads((self.run_folder(SYNCER) / "islands.json").read_text(encoding="utf-8"))
         name = self.run_folder(island).name
-        return sum(own["dropped"] for own in islands if own["name"] == name)
+        return sum(island["dropped"] for island in islands if island["name"] == name)
 
     def merges(self) -> list[dict[str, Any]]:
         """Return the syncer's merges, as `merges.jsonl` lists them."""

@@ -62,7 +62,7 @@ def _read_rounds(source: Any, cohort: int, dtype: Any) -> Callable[[Chosen], Any
 def fedjax_reader(images: Images, cohort: int) -> Callable[[Chosen], Any]:
     """Return a function that reads clients of FedJAX."""
     fedjax: Any = importlib.import_module("fedjax")
-    clients = {b"%06d" % k: {"image": own} for k, own in enumerate(images)}
+    clients = {b"%06d" % k: {"image": image} for k, image in enumerate(images)}
     data = fedjax.InMemoryFederatedData(clients)
     order = {"batch_size": images.shape[1], "num_epochs": 1, "seed": 0}
     return lambda chosen: [

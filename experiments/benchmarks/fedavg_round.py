@@ -183,9 +183,9 @@ class FedAvgRound(Sizes, Timed):
         titles = {"s": "time of a round", "B": "temporary memory of a round"}
         axes = harness.panels(*({"title": t, **scales} for t in titles.values()), size=(9, 3.4))
         for name, style in STYLES.items():
-            own = [row for row in rows if row.implementation == name]
-            timed = {r.clients: statistics.median(r.seconds) for r in own if r.seconds}
-            sizes = {row.clients: row.temporary_bytes for row in own}
+            measured = [row for row in rows if row.implementation == name]
+            timed = {r.clients: statistics.median(r.seconds) for r in measured if r.seconds}
+            sizes = {row.clients: row.temporary_bytes for row in measured}
             for panel, points in zip(axes, (timed, sizes), strict=True):
                 if points:
                     panel.plot(*zip(*sorted(points.items()), strict=True), **style)

@@ -79,10 +79,10 @@ def _problem(examples: Arrays, parts: Any, hidden: tuple[int, ...], rates: Rates
         training.append({k: v[kept] for k, v in examples.items()})
         held = {k: v[part[::5]] for k, v in examples.items()}
         heldout.append(held | {"mask": np.ones(len(held["label"]), np.float32)})
-    largest = max(len(own["mask"]) for own in heldout)
+    largest = max(len(arrays["mask"]) for arrays in heldout)
     padded = [
-        {k: np.pad(v, [(0, largest - len(v))] + [(0, 0)] * (v.ndim - 1)) for k, v in own.items()}
-        for own in heldout
+        {k: np.pad(v, [(0, largest - len(v))] + [(0, 0)] * (v.ndim - 1)) for k, v in arrays.items()}
+        for arrays in heldout
     ]
     model = mlp(MLPConfig(layer_sizes=(examples["image"].shape[1], *hidden, 10)))
     return Problem(model, training, jax.tree.map(lambda *x: np.stack(x), *padded), rates)
@@ -130,8 +130,8 @@ def train(problem: Problem, method: Method, batches: Arrays, rounds: int) -> lis
         clients = event.get("clients", np.arange(PARTICIPANTS))
         # A participant takes its batches in its own turn, whoever arrives in between.
         turn = turns[clients] % rounds
-        own = jax.tree.map(operator.itemgetter((turn, clients)), batches)
-        state, _ = step(state, Cohort(own, None, event.get("num_steps"), None, event["schedule"]))
+        taken = jax.tree.map(operator.itemgetter((turn, clients)), batches)
+        state, _ = step(state, Cohort(taken, None, event.get("num_steps"), None, event["schedule"]))
         turns[clients] += 1
         work += int(np.sum(event.get("taken", STEPS * len(clients))))
         while len(accuracies) <= min(rounds, work // (PARTICIPANTS * STEPS)):
@@ -141,10 +141,10 @@ def train(problem: Problem, method: Method, batches: Arrays, rounds: int) -> lis
 
 def cohort_of(method: Method, batches: Arrays, number: int) -> Cohort:
     """Make the cohort of a round in which all participants take part."""
-    own = jax.tree.map(lambda leaf: leaf[number], batches)
+    taken = jax.tree.map(lambda leaf: leaf[number], batches)
     # Islands are all of them in place: without ids, the length of their loops is known.
     ids = np.arange(PARTICIPANTS) if method.placement == "clients" else None
-    return Cohort(own, client_ids=ids)
+    return Cohort(taken, client_ids=ids)
 
 
 def _accuracy(
@@ -155,8 +155,8 @@ def _accuracy(
     def repeat(p: jax.Array) -> jax.Array:
         return jnp.broadcast_to(p, (PARTICIPANTS, *p.shape))
 
-    own = jax.tree.map(repeat, state.params) if models is None else models(state, cohort)
-    logits = jax.vmap(model.apply)(own, heldout["image"])
+    params = jax.tree.map(repeat, state.params) if models is None else models(state, cohort)
+    logits = jax.vmap(model.apply)(params, heldout["image"])
     correct = (logits.argmax(-1) == heldout["label"]) * heldout["mask"]
     return jnp.mean(correct.sum(1) / heldout["mask"].sum(1))
 

@@ -88,11 +88,15 @@ class Table(Benchmark):
         labels = {"xlabel": "chips", "ylabel": "goodput, %", "xscale": "log", "ylim": (0, 100)}
         (axes,) = harness.panels(labels, size=(6.4, 4.0))
         for number, method in enumerate(dict.fromkeys(row.method for row in rows)):
-            own = sorted((row for row in rows if row.method == method), key=lambda row: row.chips)
+            measured = sorted(
+                (row for row in rows if row.method == method), key=lambda row: row.chips
+            )
             style: dict[str, Any] = {"color": f"C{number}", "marker": "o", "markersize": 3}
-            goodput = [100 * row.goodput for row in own]
-            axes.plot([row.chips for row in own], goodput, label=method, **style)
-            known = [(row.chips, 100 * row.published) for row in own if row.published is not None]
+            goodput = [100 * row.goodput for row in measured]
+            axes.plot([row.chips for row in measured], goodput, label=method, **style)
+            known = [
+                (row.chips, 100 * row.published) for row in measured if row.published is not None
+            ]
             if known:
                 axes.plot(*zip(*known, strict=True), "x", color=f"C{number}", markersize=8)
         axes.set_xticks(DRAWN, [f"{chips / 1e6:g}M" for chips in DRAWN])

@@ -86,7 +86,7 @@ class MethodRounds(Sizes, Timed):
     islands: int | None = option(None, "time the methods of islands, and so many islands", int)
     population: int | None = option(None, "clients with states; default: the cohort", int)
     chunk_size: int = option(1, "participants that a device runs at once")
-    methods: list[str] | None = harness.some(",", lambda own: own._table)
+    methods: list[str] | None = harness.some(",", lambda rounds: rounds._table)
     columns = (
         "method {name:18} | temporaries {temporary_bytes:13,} | median s {seconds:.4f} "
         "| ratio {ratio:.2f} | passes {passes:.2f} | ratio / passes {ratio_to_passes:.2f} "

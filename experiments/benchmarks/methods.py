@@ -42,7 +42,7 @@ class Tuned(Benchmark):
     )
     seeds: list[int] = option("0", "seeds, such as 0,1,2", harness.seeds)
     rounds: int | None = option(None, "rounds to train; default: the experiment's", int, least=1)
-    methods: list[str] | None = harness.some(",", lambda own: own.experiments())
+    methods: list[str] | None = harness.some(",", lambda tuned: tuned.experiments())
 
     @abc.abstractmethod
     def experiments(self) -> Mapping[str, Any]:

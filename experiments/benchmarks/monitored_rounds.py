@@ -66,7 +66,7 @@ class MonitoredRounds(Timed):
                 name: start_run(runs[name], *thresholds.get(name, ()), starts=not topology, **more)
                 for name, more in SETTINGS.items()
             }
-            calls = {} if topology else {name: own.call for name, own in started.items()}
+            calls = {} if topology else {name: run.call for name, run in started.items()}
             seconds = {name: list[float]() for name in SETTINGS} | self.time(calls)
         plain = started["plain"].memory
         for name in SETTINGS:

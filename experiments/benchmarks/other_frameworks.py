@@ -174,8 +174,10 @@ def rounds_of(command: Sequence[str], devices: int) -> Iterator[Callable[[], Non
     the round has finished, and exits at the end of the input.
     """
     # Settings of this process's Python and JAX do not apply to other environments.
-    own = ("PYTHON", "JAX_", "XLA_", "PJRT_NPROC", "NPROC")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    prefixes = ("PYTHON", "JAX_", "XLA_", "PJRT_NPROC", "NPROC")
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(prefixes)
+    }
     environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     environment["PYTHONSAFEPATH"] = "1"  # modules in the scripts' folder must not be imported
     pipe = subprocess.PIPE

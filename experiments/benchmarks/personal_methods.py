@@ -46,7 +46,9 @@ class PersonalMethods(Tuned):
     def experiments(self) -> dict[str, Any]:
         of_group: dict[str, Any] = dict(find_group("personal_digits").experiments)
         first = next(iter(of_group.values()))
-        return of_group | {name: changed(first, method=own) for name, own in BASELINES.items()}
+        return of_group | {
+            name: changed(first, method=config) for name, config in BASELINES.items()
+        }
 
     def variants(self, name: str, experiment: PersonalImages) -> dict[str, PersonalImages]:
         if name in BASELINES:

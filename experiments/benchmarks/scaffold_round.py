@@ -61,7 +61,7 @@ def hand_round(workload: Workload, population: int) -> HandRound:
 
         def train(i: Any, carry: Any) -> Any:
             total, change, rows = carry
-            row, own = ids[i] - first, tree(lambda batch: batch[i], batches)
+            row, batch_of_client = ids[i] - first, tree(lambda batch: batch[i], batches)
             correction = tree(lambda c, all_: c - all_[row], c, rows)
 
             def step(y: Params, batch: chex.ArrayTree) -> tuple[Params, None]:
@@ -70,7 +70,7 @@ def hand_round(workload: Workload, population: int) -> HandRound:
                     lambda y, g, k: y - LEARNING_RATE * (g + k), y, gradient, correction
                 ), None
 
-            y, _ = jax.lax.scan(step, x, own)
+            y, _ = jax.lax.scan(step, x, batch_of_client)
             mean = tree(lambda x, y: (x - y) * scale, x, y)  # of the corrected gradients
             rows = tree(lambda all_, m, k: all_.at[row].set(m - k), rows, mean, correction)
             total = tree(lambda t, x, y: t + weights[i] * (x - y), total, x, y)
@@ -97,8 +97,10 @@ def clients_at_home(clients: int, population: int, devices: int) -> np.ndarray:
     """Sample the same number of clients from each device's rows."""
     block, random = count_rows(population, devices) // devices, np.random.default_rng(0)
     known = [min(block, population - device * block) for device in range(devices)]
-    own = [random.permutation(size)[: clients // devices] for size in known]
-    return np.concatenate([device * block + ids for device, ids in enumerate(own)]).astype(np.int32)
+    drawn = [random.permutation(size)[: clients // devices] for size in known]
+    return np.concatenate([device * block + ids for device, ids in enumerate(drawn)]).astype(
+        np.int32
+    )
 
 
 class ScaffoldRound(Sizes, Timed):
@@ -120,10 +122,10 @@ class ScaffoldRound(Sizes, Timed):
         cohort = Cohort(batches, weights, client_ids=ids)
         state = method.init(params)
         hand = HandState(params, state.control, state.client_controls.rows)
-        own = batches, weights, jax.device_put(ids, P("clients"))
+        inputs = batches, weights, jax.device_put(ids, P("clients"))
         by_hand = hand_round(workload, self.population)
         if self.repetitions:
-            expected, _ = jax.jit(by_hand)(hand, *own)
+            expected, _ = jax.jit(by_hand)(hand, *inputs)
             got, _ = jax.jit(method.round)(state, cohort)
             results = got.params, got.control, got.client_controls.rows
             check_equal({"by hand": tuple(expected), "fedpax": results})
@@ -133,7 +135,7 @@ class ScaffoldRound(Sizes, Timed):
         rounds: dict[str, tuple[Any, ...]] = {
             FEDAVG: (lambda *arguments: (average(*arguments), None), params, batches, weights),
             "FedAvg": (plain.round, plain.init(params), cohort),
-            SCAFFOLD: (by_hand, hand, *own),
+            SCAFFOLD: (by_hand, hand, *inputs),
             "SCAFFOLD, all at home": (method.round, state, cohort),
             "SCAFFOLD": (method.round, state, moving),
         }

@@ -138,7 +138,7 @@ class Federation:
         rng, key = np.random.default_rng(seed), jax.random.key(seed)
         known, test = digits("train"), digits("test")
         order = rng.permutation(len(known.y))
-        own = Examples(known.x[order[:HELD_OUT]], known.y[order[:HELD_OUT]])
+        heldout = Examples(known.x[order[:HELD_OUT]], known.y[order[:HELD_OUT]])
         rest = Examples(known.x[order[HELD_OUT:]], known.y[order[HELD_OUT:]])
         n, cheater = len(self.sites), self.sites[-1]
         parts = (
@@ -163,7 +163,7 @@ class Federation:
             if rule:
                 dropped |= drop_harmful(
                     [site for site in self.sites if site not in dropped],
-                    functools.partial(self._metrics, guard, params, updates, own),
+                    functools.partial(self._metrics, guard, params, updates, heldout),
                     parse_accept_if(rule),
                 )
             caught += cheater in dropped

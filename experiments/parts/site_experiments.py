@@ -186,7 +186,7 @@ def answer_on_features(
     training, owners = _training_examples(table, {t.name for t in numeric} & {*table.columns})
     values = numeric_values(numeric, training, len(owners))
     counts = np.bincount(owners, minlength=clients.number)
-    own = client_averages(scaling.apply(values), owners, counts)
+    averages = client_averages(scaling.apply(values), owners, counts)
     divided, types = _moments_stages(config, seed, clients.total, len(numeric), scaling)
 
     def place(type_: Any, rows: Any) -> Any:
@@ -194,7 +194,7 @@ def answer_on_features(
         everyone[clients.first : clients.first + clients.number] = rows
         return everyone
 
-    return divided, jax.tree.map(place, types, (own, np.float32(counts)))
+    return divided, jax.tree.map(place, types, (averages, np.float32(counts)))
 
 
 def _check_question(

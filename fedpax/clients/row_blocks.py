@@ -57,8 +57,8 @@ def _layout(sharding: Any) -> Any:
         )
     if not isinstance(sharding, NamedSharding):
         return None
-    own = next(iter(sharding.mesh.local_devices)).default_memory().kind
-    is_own = sharding.memory_kind in (None, own)
+    memory = next(iter(sharding.mesh.local_devices)).default_memory().kind
+    is_own = sharding.memory_kind in (None, memory)
     return (sharding.mesh, sharding.spec) if is_own else None
 
 
@@ -281,9 +281,9 @@ def _fingerprints(blocks: RowBlocks) -> Any:
         part = jax.lax.axis_index(shared) if shared else 0
         total = jnp.zeros((blocks.block_rows, 2), jnp.uint32)
         for number, (leaf, spec) in enumerate(zip(leaves, blocks.specs, strict=True)):
-            own = {name for entry in spec[1:] for name in names_of(entry)}
+            names = {name for entry in spec[1:] for name in names_of(entry)}
             # A leaf that is not sharded counts once, on the first of these devices.
-            copies = tuple(name for name in shared if name not in own)
+            copies = tuple(name for name in shared if name not in names)
             is_first = (jax.lax.axis_index(copies) == 0) if copies else True
             salt = jnp.uint32(part * len(leaves) + number)
             total += jnp.where(is_first, _of_block(leaf, salt), 0)

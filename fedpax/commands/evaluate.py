@@ -61,10 +61,12 @@ def evaluate(arguments: Sequence[str]) -> int:
             "an experiment of your own, set Run.evaluate_clients."
         )
     if options.engine and run.evaluate_own_models is not None:
-        own = "the clients' own models are in the checkpoint of this process"
+        problem = "the clients' own models are in the checkpoint of this process"
         if run.evaluate_clients is None:
-            raise UsageError(f"--engine={options.engine}: {own}. Leave out --engine.")
-        print_error(f"Measures the shared model alone: {own}, which reads them without --engine.")
+            raise UsageError(f"--engine={options.engine}: {problem}. Leave out --engine.")
+        print_error(
+            f"Measures the shared model alone: {problem}, which reads them without --engine."
+        )
     clients = None
     with jax.set_mesh(run.mesh):
         params = load_saved_params(saved, run, number)
@@ -146,8 +148,8 @@ def measure_clients(run: Run, params: Params, folder: Path, number: int) -> Clie
         assert shared is not None
         return shared
     like = jax.eval_shape(run.algorithm.init, params)
-    own = run.evaluate_own_models(load_state(folder, number, like))
-    personal = {f"personal_{name}": values for name, values in own.metrics.items()}
+    evaluated = run.evaluate_own_models(load_state(folder, number, like))
+    personal = {f"personal_{name}": values for name, values in evaluated.metrics.items()}
     if shared is None:
-        return own._replace(metrics=personal)
+        return evaluated._replace(metrics=personal)
     return shared._replace(metrics={**shared.metrics, **personal})

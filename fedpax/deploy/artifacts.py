@@ -173,13 +173,13 @@ def pack_stages(
 def _add_stage(files: "_Files", stages: Stages, number: int, stage: Stage) -> int:
     """Add the functions of a stage; return the FLOPs of a participant."""
     owned: list[Value | Noise] = [*stage.own, *stage.noise]
-    own = [value.name for value in owned]
+    names = [value.name for value in owned]
     kept = [value.name for value in stage.kept]
     num_shared, num_rows = len(stage.shared), len(stage.rows)
 
     def client(index: jax.Array, *given: jax.Array) -> list[Any]:
         shared, rows = given[:num_shared], given[num_shared : num_shared + num_rows]
-        values = dict(zip(own, given[num_shared + num_rows :], strict=True))
+        values = dict(zip(names, given[num_shared + num_rows :], strict=True))
         terms, shown, new = stages.client(number)(index, shared, rows, values)
         return [*terms, *shown, *(new[name] for name in kept)]
 

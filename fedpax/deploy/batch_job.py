@@ -27,10 +27,10 @@ def fitting_block_size(clients: Clients) -> int:
 
 def check_program(engine: str, divided: Stages, count: int, rounds: int) -> None:
     """Raise if the server reads data, or nothing is carried from round to round."""
-    own = {each.argument for each in divided.owned}
+    arguments = {each.argument for each in divided.owned}
     names = divided.argument_names
     read = {names.index(name) for name in divided.wiring().arguments if name in names}
-    for i in sorted(read - own):
+    for i in sorted(read - arguments):
         if i >= count:
             raise ArgumentError(
                 f"{engine}(): the server reads {names[i]}, but data are read where a participant "

@@ -263,9 +263,9 @@ class _Counter:
             arguments = {}
             for level in levels:
                 inner = level.uses[id(eqn)].bodies[i]
-                own = set(body.jaxpr.invars)
-                placed = {v: axis for v, axis in inner.axes.items() if v in own}
-                arguments[level.placement] = placed, inner.fixed & own
+                inputs = set(body.jaxpr.invars)
+                placed = {v: axis for v, axis in inner.axes.items() if v in inputs}
+                arguments[level.placement] = placed, inner.fixed & inputs
             branches.append((counter.visit(body.jaxpr, inside, executions, arguments), counter))
         if name == "cond":
             server, costliest = max(branches, key=lambda branch: branch[1].total())
@@ -281,10 +281,10 @@ class _Counter:
 
     def _merge(self, other: _Counter) -> None:
         for name, theirs in other.placements.items():
-            own = self.placements.setdefault(name, _Participant(theirs.size))
-            own.broadcast += theirs.broadcast
-            own.reduced += theirs.reduced
-            own.flops += theirs.flops
+            costs = self.placements.setdefault(name, _Participant(theirs.size))
+            costs.broadcast += theirs.broadcast
+            costs.reduced += theirs.reduced
+            costs.flops += theirs.flops
 
     def total(self) -> tuple[float, float]:
         """Return bytes and FLOPs of all participants, to compare branches."""

@@ -81,8 +81,8 @@ def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
         for number, phase in enumerate(sorted(plan.loops)):
             rows = {v for a in accesses if a.phase == phase for _, v, _ in a.values}
             stored = {v: why for v, why in plan.stored[phase].items() if v not in rows}
-            own, rematerialized = plan.maps(phase)
-            parts = [_count(len(own), "map")] if own or not rematerialized else []
+            kept, rematerialized = plan.maps(phase)
+            parts = [_count(len(kept), "map")] if kept or not rematerialized else []
             if rematerialized:
                 parts.append(_count(len(rematerialized), "rematerialized map"))
             parts.append(_count(len(plan.reductions.get(phase, ())), "reduction"))
@@ -95,7 +95,7 @@ def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
             for v in plan.stored[phase]:
                 if v in rows:
                     yield f"  {aval_of(v).str_short()}: read and written in the rows of a store."
-            for eqn in (*own, *rematerialized):
+            for eqn in (*kept, *rematerialized):
                 if is_federated(eqn.params["jaxpr"].jaxpr):
                     yield f"  in each of the {placement.name}:"
                     yield from (f"    {line}" for line in _explain_jaxpr(eqn.params["jaxpr"]))

@@ -37,10 +37,10 @@ def sent_by_results(placed: PlacedValues) -> dict[Var, tuple[Sent, ...]]:
         results = [_union(operands)] * len(eqn.outvars)
         if eqn.primitive is federated_map_p:
             marks = _marks(eqn.params["jaxpr"].jaxpr, id(eqn))
-            results = [own or before for own, before in zip(marks, results, strict=True)]
+            results = [mark or before for mark, before in zip(marks, results, strict=True)]
         elif eqn.primitive.name == "optimization_barrier":
             results = operands
-        sent_of |= {v: own for v, own in zip(eqn.outvars, results, strict=True) if own}
+        sent_of |= {v: mark for v, mark in zip(eqn.outvars, results, strict=True) if mark}
     return sent_of
 
 

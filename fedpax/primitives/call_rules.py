@@ -159,7 +159,7 @@ def _rematerializes_maps(closed: ClosedJaxpr) -> bool:
     It does not if effects would run twice, or if another map is inside of a `jax.checkpoint`.
     """
     maps = list(_maps(closed.jaxpr))
-    return any(own for own, _ in maps) and not (
+    return any(is_map for is_map, _ in maps) and not (
         closed.effects or any(under_checkpoint for _, under_checkpoint in maps)
     )
 
@@ -172,11 +172,11 @@ def _maps(jaxpr: Jaxpr, under_checkpoint: bool = False) -> Iterator[tuple[bool, 
             continue
         if eqn.primitive.name == "federated_map":
             yield False, under_checkpoint
-        own = eqn.primitive.name in CHECKPOINT_PRIMITIVES and (
+        is_checkpoint = eqn.primitive.name in CHECKPOINT_PRIMITIVES and (
             eqn.params["policy"] is not _is_saveable
         )
         for inner in inner_jaxprs(eqn):
-            yield from _maps(inner, under_checkpoint or own)
+            yield from _maps(inner, under_checkpoint or is_checkpoint)
 
 
 def _is_saveable(primitive: Primitive, *_: Any, **params: Any) -> bool:

@@ -42,14 +42,14 @@ class RowRing(NamedTuple):
         """Send each device's states to the device that follows by 1, or precedes by -1."""
         pairs = [(d, (d + by) % self.devices) for d in range(self.devices)]
         passed = list(states)
-        for own in _sent_together(states):
-            if len(own) == 1:
-                passed[own[0]] = jax.lax.ppermute(states[own[0]], self.axis, pairs)
+        for together in _sent_together(states):
+            if len(together) == 1:
+                passed[together[0]] = jax.lax.ppermute(states[together[0]], self.axis, pairs)
                 continue
-            joined = jnp.concatenate([states[i].ravel() for i in own])
-            ends = np.cumsum([states[i].size for i in own])
+            joined = jnp.concatenate([states[i].ravel() for i in together])
+            ends = np.cumsum([states[i].size for i in together])
             parts = jnp.split(jax.lax.ppermute(joined, self.axis, pairs), ends[:-1])
-            for i, part in zip(own, parts, strict=True):
+            for i, part in zip(together, parts, strict=True):
                 passed[i] = part.reshape(states[i].shape)
         return passed
 
@@ -87,8 +87,8 @@ def read_clients(
 
     def fill(hop: Any, states: Sequence[Any]) -> list[jax.Array]:
         """Add this device's rows to the block that is here: it comes to its device at last."""
-        own = zip(chunks, states, strict=True)
-        return [chunk.take(hops - hop, state) for chunk, state in own]
+        pairs = zip(chunks, states, strict=True)
+        return [chunk.take(hops - hop, state) for chunk, state in pairs]
 
     def body(hop: Any, states: list[jax.Array]) -> list[jax.Array]:
         return fill(hop, ring.pass_on(states, 1))
@@ -118,8 +118,8 @@ def write_clients(
 
     def write(hop: Any, buffers: Sequence[Any], states: Sequence[Any]) -> list[jax.Array]:
         """Write this device's rows from the block that is here, which started at its device."""
-        own = zip(chunks, buffers, states, strict=True)
-        return [chunk.put(hop, rows, new) for chunk, rows, new in own]
+        triples = zip(chunks, buffers, states, strict=True)
+        return [chunk.put(hop, rows, new) for chunk, rows, new in triples]
 
     buffers = write(0, [value.rows for value in values], states)
     if ring is None:

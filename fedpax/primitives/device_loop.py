@@ -86,8 +86,8 @@ class DeviceLoop(NamedTuple):
             stacked = [
                 written[output]
                 if output in written
-                else write_rows(all_, own, start, fusible=in_loop or i is None)
-                for output, (all_, own, i) in enumerate(zip(stacked, rows, aliases, strict=True))
+                else write_rows(all_, row, start, fusible=in_loop or i is None)
+                for output, (all_, row, i) in enumerate(zip(stacked, rows, aliases, strict=True))
             ]
             totals = apply_by_monoid(self.monoids, lambda m, a, b: m.merge(a, b), totals, terms)
             return start + size, stacked, totals
@@ -130,9 +130,11 @@ class DeviceLoop(NamedTuple):
         local_index = start + jnp.arange(size, dtype=jnp.int32) if several else jnp.int32(start)
         arguments = [local_index + self.first_index, *self.server_values]
         axes: list[int | None] = [0, *[None] * len(self.server_values)]
-        own = {i: value for i, value in enumerate(placed) if isinstance(value, ClientRows)}
-        states = read_clients([*own.values()], start, size, self.ring, in_loop=True) if own else []
-        read = dict(zip(own, states, strict=True))
+        stores = {i: value for i, value in enumerate(placed) if isinstance(value, ClientRows)}
+        states = (
+            read_clients([*stores.values()], start, size, self.ring, in_loop=True) if stores else []
+        )
+        read = dict(zip(stores, states, strict=True))
         for i, (value, is_lazy) in enumerate(zip(placed, self.lazy, strict=True)):
             if is_lazy:
                 assert isinstance(value, LazySlice)
@@ -189,8 +191,9 @@ class DeviceLoop(NamedTuple):
             for output, layout in wanted.items():
                 fitting = (
                     i
-                    for i, own in free.items()
-                    if own == layout and (output in self.outputs_by_slice[i] or not only_dependent)
+                    for i, store in free.items()
+                    if store == layout
+                    and (output in self.outputs_by_slice[i] or not only_dependent)
                 )
                 if slices[output] is None and (i := next(fitting, None)) is not None:
                     slices[output] = i

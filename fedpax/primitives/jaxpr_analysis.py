@@ -59,7 +59,7 @@ def is_rematerialized(jaxpr: ClosedJaxpr) -> bool:
     eqns = jaxpr.jaxpr.eqns
     under = [_is_checkpoint(eqn) for eqn in eqns]
     # Under `jax.vmap`, values that are not batched are reshaped outside the checkpoint.
-    rest = (eqn.primitive.name for eqn, own in zip(eqns, under, strict=True) if not own)
+    rest = (eqn.primitive.name for eqn, is_under in zip(eqns, under, strict=True) if not is_under)
     return any(under) and SHAPE_PRIMITIVES.issuperset(rest) and not jaxpr.effects
 
 

@@ -115,9 +115,11 @@ def _jvp_with_ties(with_ties_p, primals, tangents, *, placement):
     if is_zero(t):
         return [out, *attained], [zero_tangent(a) for a in (out, *attained)]
     first, last, ties = (broadcast(a, placement) for a in attained)
-    own = append_axes(index, x)
+    indices = append_axes(index, x)
     between = equal_with_nan(x, broadcast(out, placement)) & (ties > 2)
-    share = federated_mask_p.bind((own == first) | (own == last) | between, t, placement=placement)
+    share = federated_mask_p.bind(
+        (indices == first) | (indices == last) | between, t, placement=placement
+    )
     total = federated_sum_p.bind(share, placement=placement)
     tangent = total / attained[-1].astype(t.dtype)
     return [out, *attained], [tangent, *map(zero_tangent, attained)]

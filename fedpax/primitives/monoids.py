@@ -40,8 +40,8 @@ def reduce_terms(
 
     def one_by_one(*operands: jax.Array) -> list[jax.Array]:
         def terms_of(i: Any) -> list[jax.Array]:
-            own = [jax.lax.dynamic_index_in_dim(a, i, keepdims=False) for a in operands]
-            return make(*own)
+            entries = [jax.lax.dynamic_index_in_dim(a, i, keepdims=False) for a in operands]
+            return make(*entries)
 
         def combine(first: Any, count: int) -> list[jax.Array]:
             def step(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
@@ -69,9 +69,9 @@ def apply_by_monoid(
     """Call `apply(monoid, *lists of its totals)` once for each different monoid."""
     combined: list[Any] = [None] * len(monoids)
     for monoid in dict.fromkeys(monoids):
-        own = [i for i, m in enumerate(monoids) if m == monoid]
-        results = apply(monoid, *([each[i] for i in own] for each in totals))
-        for i, result in zip(own, results, strict=True):
+        chosen = [i for i, m in enumerate(monoids) if m == monoid]
+        results = apply(monoid, *([each[i] for i in chosen] for each in totals))
+        for i, result in zip(chosen, results, strict=True):
             combined[i] = result
     return combined
 

@@ -305,8 +305,8 @@ def _first_uses(jaxpr: Jaxpr, find: Callable[[JaxprEqn], list[str]]) -> dict[str
 def _user_line(frames: Iterable[tuple[str, int]]) -> str:
     """Return the innermost line outside of libraries; without one, that outside of JAX."""
     outside = [(name, line) for name, line in frames if not name.startswith(_LIBRARIES[:2])]
-    own = (pair for pair in outside if not pair[0].startswith(_LIBRARIES))
-    name, line = next(own, outside[0] if outside else ("", 0))
+    of_user = (pair for pair in outside if not pair[0].startswith(_LIBRARIES))
+    name, line = next(of_user, outside[0] if outside else ("", 0))
     return f" ({os.path.basename(name)}:{line})" if name else ""
 
 

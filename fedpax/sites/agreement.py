@@ -206,7 +206,9 @@ class Agreement:
     def _ask(self, question: Question, present: Sequence[SiteRecord]) -> Any:
         everyone = {s.name: list(range(s.first, s.first + s.count)) for s in present}
         total = question.stages.placement.size
-        who = Participants(everyone, everyone, {n: own[0] for n, own in everyone.items()}, total)
+        who = Participants(
+            everyone, everyone, {n: entry[0] for n, entry in everyone.items()}, total
+        )
         server, token = question.stages.run(*question.args), new_token()
         reply: Any = None
         while True:

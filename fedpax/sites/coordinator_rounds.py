@@ -249,7 +249,7 @@ class Coordinator:
         exchange, began = self.exchange, time.perf_counter()
         exchange.round = number
         ranges, total = exchange.snapshot()
-        stayed = {name: own for name, own in ranges.items() if name not in self._left}
+        stayed = {name: places for name, places in ranges.items() if name not in self._left}
         if len(stayed) >= self._rules.min_sites:
             ranges = stayed
         else:  # the round needs such a site too
@@ -295,16 +295,16 @@ class Coordinator:
     ) -> Participants:
         """Choose the clients of a round among the clients of connected sites."""
         present = np.zeros(total, np.bool_)
-        for own in ranges.values():
-            present[own.start : own.stop] = True
+        for places in ranges.values():
+            present[places.start : places.stop] = True
         sampled = [int(client) for client in program.run.sample(number - 1, present)]
         slots = {client: slot for slot, client in enumerate(sampled)}
-        clients = {name: [k for k in own if k in slots] for name, own in ranges.items()}
+        clients = {name: [k for k in places if k in slots] for name, places in ranges.items()}
         clients = {name: chosen for name, chosen in clients.items() if chosen}
         return Participants(
             clients,
             {name: [slots[k] for k in chosen] for name, chosen in clients.items()},
-            {name: own.start for name, own in ranges.items()},
+            {name: places.start for name, places in ranges.items()},
             total,
         )
 

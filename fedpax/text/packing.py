@@ -73,10 +73,10 @@ _told: set[int] = set()
 def starts_in_rows(pairs: Sequence[int], seq_len: int) -> Int64[np.ndarray, " documents_and_1"]:
     """Return the first pair of each document that is kept in one row, and the number of pairs."""
     starts = [0]
-    for number, own in enumerate(pairs):
+    for number, pair in enumerate(pairs):
         if number:
-            starts[-1] += padding(starts[-1], own, seq_len)
-        starts.append(starts[-1] + own)
+            starts[-1] += padding(starts[-1], pair, seq_len)
+        starts.append(starts[-1] + pair)
     return np.array(starts, np.int64)
 
 

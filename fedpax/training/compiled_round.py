@@ -342,13 +342,13 @@ def state_shardings(
         path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, *, is_row: bool = False
     ) -> NamedSharding:
         parameter = parameter_of(path, leaf)
-        own = tuple(parameter[2]) if parameter else ()
+        axes = tuple(parameter[2]) if parameter else ()
         front = leaf.shape[: parameter[1]] if parameter else leaf.shape
         placed = (is_row and placement in mesh.shape) or (
             divides and front[:1] == (num_participants,)
         )
         first = ((placement if placed else None),) + (None,) * (len(front) - 1) if front else ()
-        spec = PartitionSpec(*first, *own) if placed or own else PartitionSpec()
+        spec = PartitionSpec(*first, *axes) if placed or axes else PartitionSpec()
         return NamedSharding(mesh, spec)
 
     def shardings_of(path: tuple[Any, ...], node: Any) -> Any:

@@ -213,13 +213,13 @@ class _ChunkedProgram:
         for start in range(0, size, self.chunk_size):
             stop = min(size, start + self.chunk_size)
             slices = [self._to_devices(a[start:stop]) for a in host_arrays]
-            own, totals = self.loop(phase, stop - start, start, servers, slices)
+            rows, totals = self.loop(phase, stop - start, start, servers, slices)
             merged = self.merge(phase, merged, totals) if start else totals
             # Wait for the previous chunk, so that no third chunk is copied to the devices.
             if previous is not None:
                 stored.append([_to_host(x) for x in previous[0]])
                 jax.block_until_ready(previous)
-            previous = own, totals if start else [jnp.copy(t) for t in totals]
+            previous = rows, totals if start else [jnp.copy(t) for t in totals]
         stored.append([_to_host(x) for x in previous[0]])
         columns = zip(*stored, strict=True)
         return dict(zip(self.plan.stored[phase], map(_concatenate, columns), strict=True)), merged

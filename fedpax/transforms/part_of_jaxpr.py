@@ -77,8 +77,8 @@ class EqualValues:
 
     def _visit(self, jaxpr: Jaxpr, values: dict[Var, int]) -> None:
         for eqn in jaxpr.eqns:
-            own = [self._read(v, values) for v in eqn.invars]
-            values.update(zip(eqn.outvars, self._results(eqn, own), strict=True))
+            operands = [self._read(v, values) for v in eqn.invars]
+            values.update(zip(eqn.outvars, self._results(eqn, operands), strict=True))
 
     def _results(self, eqn: JaxprEqn, operands: Sequence[int]) -> list[int]:
         if eqn.primitive is federated_map_p:
@@ -91,8 +91,8 @@ class EqualValues:
             self._visit(inner, values)
             slices = {values[v]: whole for v, whole in zip(inner.invars, operands, strict=True)}
             results = [self._read(v, values) for v in inner.outvars]
-            own = eqn.params["placement"]
-            return [slices.get(n, self._intern(("placed", own, n))) for n in results]
+            placement = eqn.params["placement"]
+            return [slices.get(n, self._intern(("placed", placement, n))) for n in results]
         call = called_jaxpr(eqn)
         if call is not None:
             values = dict(zip(call.jaxpr.invars, operands, strict=True))

@@ -90,8 +90,8 @@ class PlacedValues:
         self.axes: dict[Var, int] = {**(placed or {}), **self.plan.axis}
         arguments = set(jaxpr.invars)
         for eqn in jaxpr.eqns:  # an argument that a federated operation reads is placed
-            own = eqn.params.get("placement") == placement
-            if own and (eqn.primitive is federated_map_p or eqn.primitive in REDUCTIONS):
+            is_placed = eqn.params.get("placement") == placement
+            if is_placed and (eqn.primitive is federated_map_p or eqn.primitive in REDUCTIONS):
                 operands = _variables(self.plan.operands(eqn))
                 self.axes |= {v: 0 for v in operands if v in arguments}
         self.uses: dict[int, Use] = {}

@@ -231,7 +231,7 @@ def _call(
     name = function_name(fn)
     enclosing = active_placements()
     for entry in enclosing:
-        if entry.placement.name in (own.placement.name for own in entries):
+        if entry.placement.name in (active.placement.name for active in entries):
             raise ArgumentError(
                 f"The program {name!r} declares the placement {entry.placement.name!r}, which an "
                 "enclosing program declares too. Rename one of the two."
@@ -251,8 +251,8 @@ def _call(
 
     def run(*traced: ArrayTree, **traced_by_name: ArrayTree) -> list[jax.Array]:
         args, kwargs = merge(*traced, **traced_by_name)
-        own = (entry._replace(depth=len(enclosing)) for entry in entries)
-        with activate((*enclosing, *own)), collect_sums(eager, check_means) as sums:
+        deeper = (entry._replace(depth=len(enclosing)) for entry in entries)
+        with activate((*enclosing, *deeper)), collect_sums(eager, check_means) as sums:
             out = fn(*args, **kwargs)
         names_of_sums[:] = [sum_.where for sum_ in sums]
         outputs, out_tree = jax.tree.flatten_with_path(out)

@@ -325,6 +325,6 @@ def finish_reductions(
     results: dict[Var, jax.Array] = {}
     rest = iter(totals)
     for reduction in plan.reductions.get(phase, ()):
-        own = [next(rest) for _ in reduction.monoids]
-        results.update(zip(reduction.eqn.outvars, reduction.finish(own), strict=True))
+        terms = [next(rest) for _ in reduction.monoids]
+        results.update(zip(reduction.eqn.outvars, reduction.finish(terms), strict=True))
     return results

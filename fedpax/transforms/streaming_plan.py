@@ -116,13 +116,13 @@ class StreamingPlan:
     def maps(self, phase: int) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
         """Return the maps of a loop: its own, and the rematerialized maps of earlier phases."""
         maps = [o.eqn for o in self.computed(phase) if o.eqn.primitive is federated_map_p]
-        own = {id(eqn) for eqn in self.loops[phase]}
-        return [e for e in maps if id(e) in own], [e for e in maps if id(e) not in own]
+        inside = {id(eqn) for eqn in self.loops[phase]}
+        return [e for e in maps if id(e) in inside], [e for e in maps if id(e) not in inside]
 
     def chunk_size(self, phase: int) -> ChunkSize:
         """Return the chunk size of a loop: the smallest among its maps."""
-        own, rematerialized = self.maps(phase)
-        settings = [eqn.params["chunk_size"] for eqn in (*own, *rematerialized)]
+        kept, rematerialized = self.maps(phase)
+        settings = [eqn.params["chunk_size"] for eqn in (*kept, *rematerialized)]
         numbers = [s for s in settings if isinstance(s, int)]
         return min(numbers) if numbers else ("auto" if "auto" in settings else None)
 

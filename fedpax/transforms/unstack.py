@@ -74,8 +74,8 @@ def unstack_reduction(
 
 def _matches(eqn: JaxprEqn, axes: AxisMap, size: int, known: Sequence[int | None]) -> bool:
     return all(
-        (axis is None or aval_of(v).shape[axis] == size) and own in (None, axis)
-        for v, axis, own in zip(eqn.invars, axes.operands, known, strict=True)
+        (axis is None or aval_of(v).shape[axis] == size) and known_axis in (None, axis)
+        for v, axis, known_axis in zip(eqn.invars, axes.operands, known, strict=True)
     )
 
 
@@ -174,13 +174,13 @@ def loop_reduction(
         )
     if name in ("reduce_or", "reduce_and") and dtype != jnp.bool_:
         return None
-    own = REDUCTIONS[FEDERATED[name]]
+    monoid = REDUCTIONS[FEDERATED[name]]
     return LoopReduction(
         eqn,
         axes,
-        [own.monoid],
-        lambda *operands: own.terms(*rebind(eqn, operands)),
-        lambda totals: [own.finish(totals, placement.size, dtype)[0].astype(dtype)],
+        [monoid.monoid],
+        lambda *operands: monoid.terms(*rebind(eqn, operands)),
+        lambda totals: [monoid.finish(totals, placement.size, dtype)[0].astype(dtype)],
     )
 
 
@@ -192,14 +192,14 @@ def _as_calls(reduction: Reduction) -> Reduction:
 
 
 def _federated(eqn: JaxprEqn, placement: Placement) -> LoopReduction:
-    own, dtype = REDUCTIONS[eqn.primitive], aval_of(eqn.invars[0]).dtype
+    monoid, dtype = REDUCTIONS[eqn.primitive], aval_of(eqn.invars[0]).dtype
     if len(eqn.invars) > 1:
-        own = _as_calls(own)
+        monoid = _as_calls(monoid)
     return LoopReduction(
         eqn,
         (0,) * len(eqn.invars),
-        [own.monoid] * len(eqn.invars),
-        own.terms,
-        lambda totals: own.finish(totals, placement.size, dtype),
+        [monoid.monoid] * len(eqn.invars),
+        monoid.terms,
+        lambda totals: monoid.finish(totals, placement.size, dtype),
         takes_slices=True,
     )

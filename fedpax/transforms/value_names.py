@@ -36,8 +36,8 @@ class Names:
 
     def __init__(self, jaxpr: Jaxpr, arguments: Mapping[Var, Sequence[tuple[str, str]]]) -> None:
         """Name the values of a jaxpr; `arguments`: names and types that each depends on."""
-        self.sources: dict[Var, dict[str, str]] = {v: dict(own) for v, own in arguments.items()}
-        self.exact: set[Var] = {v for v, own in self.sources.items() if len(own) == 1}
+        self.sources: dict[Var, dict[str, str]] = {v: dict(names) for v, names in arguments.items()}
+        self.exact: set[Var] = {v for v, names in self.sources.items() if len(names) == 1}
         for eqn in jaxpr.eqns:
             self._name_results(eqn)
 
@@ -105,8 +105,8 @@ def operation_of(eqn: JaxprEqn) -> str:
     name = eqn.primitive.name
     if name in CONTRACTIONS:
         return "sum"
-    own = FEDERATED[name].name if name in FEDERATED else name
-    return own.removeprefix("federated_")
+    reduction = FEDERATED[name].name if name in FEDERATED else name
+    return reduction.removeprefix("federated_")
 
 
 def type_of(v: Var | Literal, axis: int | None = None) -> str:

@@ -203,15 +203,15 @@ def _replaced(
     for position, result in enumerate(results):
         count = len(jax.tree.leaves(result))
         kinds = [(a.shape, a.dtype) for a in out_types[len(replaced) : len(replaced) + count]]
-        own = range(first, first)
+        places = range(first, first)
         same = False
         if position < len(avals):
-            own = range(first, first + len(jax.tree.leaves(avals[position])))
+            places = range(first, first + len(jax.tree.leaves(avals[position])))
             structure: Any = jax.tree.structure
             same = structure(result) == structure(avals[position])
-        first = own.stop
-        same = same and kinds == [(types[i].shape, types[i].dtype) for i in own]
-        replaced += own if same else [None] * count
+        first = places.stop
+        same = same and kinds == [(types[i].shape, types[i].dtype) for i in places]
+        replaced += places if same else [None] * count
     return tuple(replaced)
 
 

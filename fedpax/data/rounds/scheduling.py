@@ -87,10 +87,10 @@ def _homes_first(
     ranked = np.argsort(-work, kind="stable")
     device = np.full(len(work), -1)
     for d in range(num_devices):
-        own = ranked[homes[ranked] == d]
-        if len(own) > per_device:  # large and small clients leave
-            own = own[np.linspace(0, len(own) - 1, per_device).round().astype(int)]
-        device[own] = d
+        at_home = ranked[homes[ranked] == d]
+        if len(at_home) > per_device:  # large and small clients leave
+            at_home = at_home[np.linspace(0, len(at_home) - 1, per_device).round().astype(int)]
+        device[at_home] = d
     room = per_device - np.bincount(device[device >= 0], minlength=num_devices)
     # Rows are sent from each device to the next, around the ring: clients go to the next one with
     # room, and the client that has passed most devices comes first.

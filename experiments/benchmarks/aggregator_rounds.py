@@ -63,7 +63,7 @@ class AggregatorRounds(Sizes, Timed):
     devices: list[int] = option("1", "numbers of devices; simulated on a CPU", integers)
     chunk_size: int = option(1, "clients that run at once")
     repetitions: int = option(7, "timed calls of each round", least=1)
-    aggregators: list[str] | None = harness.some(";", lambda rounds: aggregators(min(rounds.clients)))
+    aggregators: list[str] | None = harness.some(";", lambda run: aggregators(min(run.clients)))
     columns = (
         "aggregator {name:32} | temporaries {temporary_bytes:bytes} | round, s {seconds:.3f} "
         "| round / mean's {ratio:.2f} | added {added:+.1%}"

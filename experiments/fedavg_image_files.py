@@ -69,6 +69,22 @@ class PreparedImages(NamedTuple):
         return {name: values[rows] for name, values in self.examples.items()}
 
 
+def _to_images(values: NDArray[Any], size: tuple[int, int] | None) -> NDArray[Any]:
+    """Decode images in bytes, and give gray images that are rows of numbers their axes."""
+    if values.dtype == object and all(isinstance(value, bytes) for value in values):
+        from fedpax.user_files.columns import to_numpy
+        from fedpax.user_files.formats import ReadOptions
+        from fedpax.user_files.readers.image_files import decode_images
+
+        names = [f"image {n}" for n in range(len(values))]
+        return to_numpy(decode_images(values.tolist(), names, ReadOptions((), {}, None, size)))
+    if values.dtype == object and len({np.shape(value) for value in values}) == 1:
+        values = np.stack([*values])  # lists of equal length
+    if size is not None and values.ndim == 2 and values.shape[1] == math.prod(size):
+        return values.reshape(len(values), *size, 1)
+    return values
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FedAvgImageFiles(FedAvgFiles):
     """An image classifier on users' images, whose network has the size of the images.
@@ -101,11 +117,14 @@ class FedAvgImageFiles(FedAvgFiles):
         from fedpax.user_files.columns import to_numpy
 
         images, label = to_numpy(columns[data.image]), columns[data.label]
+        if not np.ma.isMaskedArray(images):
+            images = _to_images(images, data.image_size)
         if np.ma.isMaskedArray(images) or images.ndim not in (3, 4):
             raise ArgumentError(
                 f"The column {data.image!r} has {images.dtype}{list(images.shape)}, expected "
                 "images of one size without missing ones, [examples, height, width, channels]. Set "
-                "--data.image_size 32 32 to resize image files."
+                "--data.image_size 32 32 to resize image files, or for the height and width of "
+                "gray images that are rows of numbers."
             )
         if self.saved_inputs is not None:
             made = Label.from_json(self.saved_inputs["label"])

@@ -1,13 +1,16 @@
 """fedavg_images: image files become clients, batches and metrics by client."""
 
 import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from fedpax.experiments.client_aggregators import aggregator
 from fedpax.experiments.client_methods import method
@@ -82,6 +85,27 @@ def test_images_of_several_sizes_and_other_columns_are_told(photos: Path) -> Non
         make(photos, image_size=None).build()
     with pytest.raises(ValueError, match=r"data\.image='picture' is not a column of .*'image'"):
         make(photos, image="picture").build()
+
+
+def test_rows_of_numbers_lists_and_encoded_images_are_images(tmp_path: Path) -> None:
+    """LEAF's FEMNIST and TFRecords have no axes of images: they could not be trained."""
+    x = np.random.default_rng(1).integers(0, 256, (12, 4, 3), np.uint8)
+    encoded = [io.BytesIO() for _ in x]
+    for image, stream in zip(x, encoded, strict=True):
+        Image.fromarray(image).save(stream, "PNG")
+    rows = pa.array(x.reshape(12, -1).tolist())
+    columns = {"list": rows, "row": rows.cast(pa.list_(pa.int64(), 12)), "label": [0, 1] * 6}
+    columns |= {"png": [stream.getvalue() for stream in encoded], "user": [0] * 5 + [1] * 7}
+    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    for name in ("list", "row", "png"):
+        data = ImagesConfig(
+            files=(str(tmp_path / "a.parquet"),), client="user", image=name, image_size=(4, 3)
+        )
+        experiment = dataclasses.replace(fedavg_images(), data=data)
+        np.testing.assert_array_equal(experiment.prepared.examples["image"], x[..., None])
+    wrong = dataclasses.replace(data, image="row", image_size=(3, 3))
+    with pytest.raises(ValueError, match="gray images that are rows of numbers"):
+        dataclasses.replace(experiment, data=wrong).build()
 
 
 def test_a_residual_network_has_the_images_channels(photos: Path) -> None:

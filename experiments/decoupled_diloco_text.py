@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo on text: islands with runtimes of their own, or simulated in one program."""
+"""Decoupled DiLoCo on text: islands with their own runtimes, or simulated in one program."""
 
 import dataclasses
 from typing import Literal

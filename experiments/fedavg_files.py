@@ -164,7 +164,7 @@ class FedAvgFiles(ClientExperiment):
         other.__dict__.update({n: self.__dict__[n] for n in names if n in self.__dict__})
         return other
 
-    # ---- rounds over sites with data of their own (`fedpax.sites.contract`)
+    # ---- rounds over sites with their own data (`fedpax.sites.contract`)
 
     def describe_site(self) -> dict[str, Any]:
         """Return the number of the site's clients, and what it tells of its columns."""

@@ -6,7 +6,7 @@
 
 The third command trains adapters (LoRA): clients receive and send these and not the model.
 
-At sites with documents of their own, `fedpax syncer` and `fedpax join` run the same rounds.
+At sites with their own documents, `fedpax syncer` and `fedpax join` run the same rounds.
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ class FedAvgText(OverSites, ClientText):
         "data.types",
     )
 
-    # ---- rounds over sites with documents of their own (`fedpax.sites.contract`)
+    # ---- rounds over sites with their own documents (`fedpax.sites.contract`)
 
     def shared_content(self) -> dict[str, str]:
         """Return hashes of the tokenizer, and of the weights that every site adapts."""

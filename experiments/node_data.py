@@ -1,4 +1,4 @@
-"""The data of one participant of an experiment, where each participant has a machine of its own."""
+"""The data of one participant of an experiment, where each participant has its own machine."""
 
 import dataclasses
 import functools

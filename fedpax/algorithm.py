@@ -130,7 +130,7 @@ class Report(Protocol):
 class AlgorithmParts(NamedTuple):
     """A multi-island method in parts: the inner steps of one island, and the merge at a syncer.
 
-    Islands with runtimes of their own (`fedpax.islands`) need the parts: each takes the same inner
+    Islands with their own runtimes (`fedpax.islands`) need the parts: each takes the same inner
     steps on its own devices, and a syncer merges one fragment of the model after another.
 
     A round has P merges, one per fragment. After every `steps_per_sync` inner steps, an island
@@ -203,7 +203,7 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
             `skipped_rounds`, `non_finite_rounds`, `wall_seconds` and its parts `input_seconds`,
             `compile_seconds`, `step_seconds`, `evaluate_seconds`, `save_seconds`, `lost_seconds`. A
             step whose batch is padding alone changes neither state nor metrics.
-        parts: the method in parts, for islands with runtimes of their own (`fedpax join`). Default
+        parts: the method in parts, for islands with their own runtimes (`fedpax join`). Default
             None: it runs as one program only.
         sent_exactly: what participants send beside their updates that changes the state, in words,
             such as "the changes of the controls". It is summed without the noise of a private

@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo in parts, for islands with runtimes of their own, and its mean."""
+"""Decoupled DiLoCo in parts, for islands with their own runtimes, and its mean."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def placed_valid_steps(cohort: Cohort) -> Bool[Array, "participants steps"] | No
 
 def without_absent(cohort: Cohort, index: jax.typing.ArrayLike | None) -> Cohort:
     """Give participants with a negative index or weight 0 no steps. Inside a program."""
-    # A method whose participants have states of their own needs it: a weight of 0 keeps a
+    # A method whose participants have their own states needs it: a weight of 0 keeps a
     # participant out of means, but its own state would still change.
     examples = cohort.num_examples
     if index is None and examples is None:

@@ -3,7 +3,7 @@
     python -m fedpax.experiments.benchmarks.aggregations --model=cnn --clients=64
 
 Random updates of all clients are aggregated, without training, one client at a time. A lower bound
-is the part that an aggregation cannot leave out, as a program of its own: for the median and the
+is the part that an aggregation cannot leave out, as its own program: for the median and the
 trimmed mean one sort of each coordinate, for Krum the matmul of the inner products of all pairs,
 for Bulyan both, for the geometric median a weighted mean for each iteration and one before them.
 

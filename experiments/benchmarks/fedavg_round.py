@@ -7,7 +7,7 @@ are timed in interleaved calls, and a ratio is the median over repetitions. DrJA
 extra `bench` and is left out if it is not installed.
 
 `--plot` draws time and memory over the number of clients, with the rows of `--files`: its
-temporaries slow down the calls after DrJAX, so time it in a file of its own. Memory comes from any
+temporaries slow down the calls after DrJAX, so time it in its own file. Memory comes from any
 row of an implementation and a number of clients, time from the last row that has it.
 """
 

@@ -1,4 +1,4 @@
-"""A round with fedpax, and with pfl and Flower, which need environments of their own.
+"""A round with fedpax, and with pfl and Flower, which need their own environments.
 
     python -m fedpax.experiments.benchmarks.other_frameworks --model=cnn --clients=64 \
         --pfl_python=environments/pfl/bin/python --flower_python=environments/flower/bin/python

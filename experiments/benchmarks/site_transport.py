@@ -2,7 +2,7 @@
 
     python -m fedpax.experiments.benchmarks.site_transport
 
-A server in a process of its own receives messages of float32 arrays (push), or answers with them
+A server in its own process receives messages of float32 arrays (push), or answers with them
 (pull), over mutual TLS and without encryption. Each message is encoded, checked and decoded, as
 between a syncer and its islands. With several islands, each has its connection and thread, all in
 one process, and the rate is their sum.

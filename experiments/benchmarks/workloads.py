@@ -163,7 +163,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 
 
 class Sizes(Benchmark):
-    """A benchmark of rounds of several sizes, each in a process of its own."""
+    """A benchmark of rounds of several sizes, each in its own process."""
 
     model: str = option("mlp", "the clients' model", choices=WORKLOADS)
     clients: list[int] = option("64,1024", "numbers of clients in the round", integers)

@@ -30,7 +30,7 @@ _indices = jax.make_user_context(())
 
 @contextmanager
 def random_stream(index: int) -> Iterator[None]:
-    """Draw the random numbers of aggregators from a stream of their own within the context.
+    """Draw the random numbers of aggregators from their own stream within the context.
 
     A method that keeps several states of one aggregator, one per cluster or per fragment, calls
     `aggregate` in a stream per state. Without it, aggregates of the same shape have the same noise,

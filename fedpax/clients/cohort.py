@@ -349,7 +349,7 @@ class PackedStream(CohortStream, Protocol):
 class IdentifiedStream(CohortStream, Protocol):
     """A stream that can tell whether another process has the same data.
 
-    Processes and islands that share a stream divide its rows. With data of their own under one
+    Processes and islands that share a stream divide its rows. With their own data under one
     name, each of them would leave out most of its data.
     """
 

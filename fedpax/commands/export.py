@@ -181,7 +181,7 @@ def _draft_of(out: Path, *, last: str | None) -> Iterator[Path]:
 
 def _tell_write_failure(error: Exception, out: Path) -> None:
     """Raise an error with the name of the output if an error says that it cannot be written."""
-    # safetensors, Orbax and TensorStore put the system's error into texts of their own.
+    # safetensors, Orbax and TensorStore put the system's error into their own texts.
     for number in (errno.ENOSPC, errno.EDQUOT):
         if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
             raise OSError(number, os.strerror(number), str(out)) from error

@@ -68,7 +68,7 @@ def syncer(arguments: Sequence[str]) -> int:
 
 
 def has_rounds_over_sites(experiment: Experiment) -> bool:
-    """Tell whether an experiment runs in synchronous rounds over sites with data of their own."""
+    """Tell whether an experiment runs in synchronous rounds over sites with their own data."""
     from fedpax.sites.contract import SiteExperiment
 
     return isinstance(experiment, SiteExperiment)

@@ -197,7 +197,7 @@ def prepare(
         decimal_point: as for `load`.
         image_size: as for `load`.
         optional_columns: as for `load`.
-        heldout_fraction: as for `load`; prepare each split into a folder of its own.
+        heldout_fraction: as for `load`; prepare each split into its own folder.
         heldout_by: as for `load`.
         on_bad_row: `"error"`, or `"skip"` to leave out and count rows of CSV with another number of
             columns, lines of JSON lines that are not objects, and examples without a client.

@@ -41,7 +41,7 @@ def run_local(
         participants: the participants that answer. The others keep their states. Default None: all.
         processes: number of processes to which the participants are dealt. A process has the values
             of its participants alone, and runs the exported stages; with the number of
-            participants, each has a process of its own. Default None: all run in this process.
+            participants, each has its own process. Default None: all run in this process.
 
     Returns:
         The result of the program.
@@ -130,7 +130,7 @@ def _run(
         reply = merged, [jnp.stack(rows) for rows in zip(*shown, strict=True)], list(answers)
 
 
-# ---- participants in processes of their own: each has its values alone, and runs exported stages
+# ---- participants in their own processes: each has its values alone, and runs exported stages
 
 
 class ParticipantProcessError(FedpaxError):

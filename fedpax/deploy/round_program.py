@@ -213,7 +213,7 @@ def _sha256(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-# ---- the program of an experiment, for engines whose participants have data of their own
+# ---- the program of an experiment, for engines whose participants have their own data
 
 
 def pack_experiment(experiment: Experiment, run: Run) -> str:

@@ -133,7 +133,7 @@ def _convolution(computation: Computation, instruction: Instruction) -> float:
     return 2.0 * result["b"] * result["f"] * kernel["i"] * positions
 
 
-# Instructions without memory traffic of their own: they rename existing values, or call
+# Instructions without their own memory traffic: they rename existing values, or call
 # computations whose instructions are counted.
 _NO_TRAFFIC = {
     "after-all",

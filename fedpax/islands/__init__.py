@@ -1,4 +1,4 @@
-"""Islands of DiLoCo with runtimes of their own, which a syncer merges.
+"""Islands of DiLoCo with their own runtimes, which a syncer merges.
 
 - `syncer`: the process that holds the outer model (`run_syncer`).
 - `island`: the processes that train (`join`).

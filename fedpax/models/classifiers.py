@@ -191,7 +191,7 @@ def convolve(
     """Convolve images with a 3 x 3 kernel, without padding."""
     # One matmul multiplies each pixel and its two right neighbors with all three rows of the
     # kernel. The results of the three kernel rows are then shifted and added. XLA's convolution is
-    # not used because `vmap` over clients with kernels of their own makes it a grouped convolution,
+    # not used because `vmap` over clients with their own kernels makes it a grouped convolution,
     # which inside a loop (local steps) is many times slower on a CPU.
     *batch, height, width, inputs = x.shape
     outputs, width = kernel.shape[-1], width - 2

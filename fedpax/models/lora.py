@@ -4,7 +4,7 @@ The parameters of the model stay as they are and every adapted weight W gets an 
 
     x W   becomes   x W + (alpha / rank) (x A) B.
 
-Adapters are a pytree of their own: a federated method trains and sends them alone. `init` makes
+Adapters are a separate pytree: a federated method trains and sends them alone. `init` makes
 them, `adapter_loss` turns a loss of the model into a loss of the adapters, and `merge` adds them to
 the weights.
 

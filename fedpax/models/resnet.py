@@ -179,7 +179,7 @@ def _norm(features: int, num_groups: int, rngs: nnx.Rngs) -> nnx.GroupNorm:
 def resnet(config: ResNetConfig) -> FunctionalModel:
     """Make a residual network as pure functions: `apply(params, images) -> logits`.
 
-    Clients that run at once (`chunk_size` above 1) have kernels of their own: XLA then computes
+    Clients that run at once (`chunk_size` above 1) have their own kernels: XLA then computes
     grouped convolutions, which are slow on a CPU. Run clients one after another there.
 
     Args:

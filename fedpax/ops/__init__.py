@@ -1,4 +1,4 @@
-"""Operations of layers on arrays, with gradients of their own: attention, matmuls, a loss.
+"""Operations of layers on arrays, with their own gradients: attention, matmuls, a loss.
 
 - `ring_attention` and `splash_attention`: attention over sequences of a mesh, and on TPUs.
 - `grouped_matmul` for experts, and matmuls in int8 or fp8 (`quantization`).

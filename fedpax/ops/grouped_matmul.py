@@ -1,4 +1,4 @@
-"""Grouped matmul: rows in groups, each group multiplied by a kernel of its own."""
+"""Grouped matmul: rows in groups, each group multiplied by its own kernel."""
 
 from __future__ import annotations
 

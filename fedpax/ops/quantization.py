@@ -43,7 +43,7 @@ def quantized_grouped_matmul(
     quantization: Quantization,
 ) -> Float[Array, "rows outputs"]:
     """Apply `grouped_matmul` to rows and kernels rounded to 8 bits, as in `quantized_einsum`."""
-    # Each row has a scale of its own, and so has each output of each kernel.
+    # Each row has its own scale, and so has each output of each kernel.
     _check_mesh(quantization)
     return _grouped(rows, kernels, group_sizes, quantization)
 

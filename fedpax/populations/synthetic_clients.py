@@ -296,7 +296,7 @@ def logistic_clients(
 ) -> tuple[dict[str, NDArray[Any]], list[NDArray[np.int64]]]:
     """Generate clients with different logistic models and different inputs.
 
-    Client k labels its inputs by a model of its own, y = argmax(W_k x + b_k):
+    Client k labels its inputs by its own model, y = argmax(W_k x + b_k):
 
         W_k, b_k ~ N(u_k, 1),  u_k ~ N(0, alpha);
         x ~ N(v_k, diag(j^-1.2)),  v_k ~ N(B_k, 1),  B_k ~ N(0, beta).

@@ -277,7 +277,7 @@ CUSTOM_BATCHING = "custom_vmap_call"
 
 
 def expand_custom_vmap(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Replace calls with a batching rule of their own by the rule for a batch of one."""
+    """Replace calls with their own batching rule by the rule for a batch of one."""
     # A rule that calls the function again, as `sequential_vmap` does, runs it without its rule.
     return _expand(closed, _run_rule)
 

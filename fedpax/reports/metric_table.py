@@ -60,7 +60,7 @@ def format_mean(line: Mapping[str, Any], name: str) -> str:
 
 Lines = Sequence[Mapping[str, Any]]
 
-# In tables of their own columns, and in every line.
+# In tables of these columns, and in every line.
 OTHER_COLUMNS = frozenset({*RESERVED_METRICS, DEVIATION, "virtual_seconds"})
 OF_SITE = "site/"
 """Before the metrics of one site of several, `site/NAME/loss`: they are shown by name alone."""

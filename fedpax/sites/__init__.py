@@ -1,4 +1,4 @@
-"""Synchronous rounds over sites that train on data of their own.
+"""Synchronous rounds over sites that train on their own data.
 
 - `contract`: what an experiment offers to run over sites.
 - `run_coordinator`: the process that holds the model and asks the sites (`fedpax syncer`).

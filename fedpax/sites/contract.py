@@ -1,4 +1,4 @@
-"""What an experiment offers so that its rounds run over sites with data of their own."""
+"""What an experiment offers so that its rounds run over sites with their own data."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable

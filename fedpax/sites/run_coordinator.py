@@ -40,7 +40,7 @@ def run_coordinator(
     goodbye_seconds: float = 60.0,
     limits: SiteLimits = NO_LIMITS,
 ) -> SyncerResult:
-    """Run the rounds of an experiment over sites that train on data of their own.
+    """Run the rounds of an experiment over sites that train on their own data.
 
     The model is saved before a site receives it: a coordinator that is killed resumes.
     """

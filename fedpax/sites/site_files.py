@@ -147,7 +147,7 @@ def hash_name(client: str) -> str:
 
 
 def check_names(names: Sequence[str], count: int) -> None:
-    """Raise unless each client of a site has a name of its own."""
+    """Raise unless each client of a site has its own name."""
     repeated = sorted(name for name, times in Counter(names).items() if times > 1)
     if repeated or len(names) != count:
         what = f"{repeated[0]!r} names several clients" if repeated else f"{len(names)} names"

@@ -33,7 +33,7 @@ SECONDS_TO_ASK_AGAIN = 15.0
 
 
 class SyncerResult(NamedTuple):
-    """The result of a syncer, of islands or of rounds over sites with data of their own.
+    """The result of a syncer, of islands or of rounds over sites with their own data.
 
     Attributes:
         rounds: completed rounds of the run. A round of islands has one merge per fragment.

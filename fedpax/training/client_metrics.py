@@ -49,7 +49,7 @@ class EvaluatedClients(Protocol):
 
 
 class ExampleOwners(NamedTuple):
-    """Clients that have held-out examples of their own."""
+    """Clients that have their own held-out examples."""
 
     names: Sequence[str]  # the clients' names
     owners: Int[np.ndarray, " examples"]  # the client of each example, an index of `names`

@@ -99,7 +99,7 @@ def train(
     Args:
         experiment: the experiment.
         job_log_dir: the run's folder, on a file system that every process sees. With
-            `training.checkpoint_dir`, processes can have folders of their own.
+            `training.checkpoint_dir`, processes can have their own folders.
         exp: the experiment's name on the command line, recorded in `config.json`.
         allow_config_change: paths of fields that may differ from the folder's configuration, such
             as `["mesh", "optimizer.learning_rate"]`. A path allows all fields below it. Default:

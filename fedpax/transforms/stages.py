@@ -320,7 +320,7 @@ def stages(
     """Divide a program into the parts of the server and of one participant.
 
     The parts run where no process holds the values of all participants: one after another, as a
-    batch job, or on devices with data of their own. A participant reads values of six kinds:
+    batch job, or on devices with their own data. A participant reads values of six kinds:
 
     - shared: values of the server, the same for all.
     - rows: its row of a value that the server has for all participants, such as a random key.

@@ -62,7 +62,7 @@ class Authority(NamedTuple):
 
 
 def make_authority() -> Authority:
-    """Make an authority with a key of its own."""
+    """Make an authority with its own key."""
     key = ec.generate_private_key(ec.SECP256R1())
     public = key.public_key()
     # A random part: each authority has its own name, so that errors can tell them apart.

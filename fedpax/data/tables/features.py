@@ -51,7 +51,7 @@ class TableFeatures:
             table: their columns by name. A column that is absent has no value in any example.
 
         Returns:
-            The features. A missing value has a feature of its own if training clients missed values
+            The features. A missing value has its own feature if training clients missed values
             of the column. Else the value is filled, and a line of the log tells how many are: a
             number by the mean, a boolean by false, and a category by 0 in all of its features.
 
@@ -74,7 +74,7 @@ class TableFeatures:
         return np.concatenate(encoded, axis=1) if encoded else np.zeros((size, 0), np.float32)
 
     def describe_new_values(self, table: Mapping[str, Any]) -> tuple[str, ...]:
-        """Describe how many values no training client has, and so have no feature of their own."""
+        """Describe how many values no training client has, and so have no feature."""
         filled, unknown, names = [], [], {*table}
         for column in self.columns:
             name, size = column.treatment.name, len(next(iter(table.values())))

@@ -194,7 +194,7 @@ def infer_treatments(
     - a column without any value, and one of lists, images or other values, is left out.
 
     A missing value of a number or date becomes the mean and one of a boolean false, beside an
-    indicator feature; a missing value of a category is a category of its own. A missing value is
+    indicator feature; a missing value of a category is a separate category. A missing value is
     null, NaN or an empty text.
 
     Args:

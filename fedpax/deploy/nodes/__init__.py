@@ -1,1 +1,1 @@
-"""Rounds on nodes with data of their own: a server and participants that exchange packets."""
+"""Rounds on nodes with their own data: a server and participants that exchange packets."""

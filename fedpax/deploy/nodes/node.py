@@ -309,7 +309,7 @@ def count_release(path: Path, name: str, *, rounds: int, sums: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
-        # A kill can leave half of a line: the next one starts with a line of its own.
+        # A kill can leave half of a line: the next record starts on a new line.
         file.write(f"\n{name}\n".encode())
         file.flush()
         os.fsync(file.fileno())

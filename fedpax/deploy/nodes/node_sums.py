@@ -168,7 +168,7 @@ class ServerSums:
         """Sum the terms of nodes, as `round_server.SecureSum` says."""
         from fedpax.secure_sums.coordinator_side import CoordinatorSide
 
-        # A session of its own for each attempt: a participant masks its terms once in a session.
+        # Each attempt has its own session: a participant masks its terms once in a session.
         session = secrets.token_hex(16)
         nodes = {str(packet.values["participant"]): node for node, packet in packets.items()}
         shapes = {str(i): (*t["shape"], WORDS) for i, t in enumerate(terms)}

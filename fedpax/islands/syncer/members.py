@@ -143,7 +143,7 @@ class IslandReport(NamedTuple):
 
 
 class Members:
-    """The islands of a run, each with a shard of its own."""
+    """The islands of a run, each with its own shard."""
 
     # An island keeps its name for the whole run. It keeps its shard until the syncer has received
     # nothing from it for `free_shard_after` seconds and another island asks for a shard.

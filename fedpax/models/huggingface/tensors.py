@@ -49,7 +49,7 @@ class StoredParameter(NamedTuple):
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
-        """Sizes of the axes along which each index has a tensor of its own."""
+        """Sizes of the axes along which each index has its own tensor."""
         return self.shape[: self.num_layer_axes + self.num_expert_axes]
 
     @property

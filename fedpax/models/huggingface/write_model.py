@@ -55,7 +55,7 @@ def save(
         config: the transformer's configuration.
         params: its parameters, sharded or not. They keep their dtypes.
         max_shard_bytes: start another file before the tensors of a file exceed this size in bytes.
-            A tensor that is larger has a file of its own. One file is model.safetensors; several
+            A tensor that is larger has its own file. One file is model.safetensors; several
             are listed in model.safetensors.index.json.
         original_folder: the Hugging Face folder that the model was loaded from. Its config.json is
             written, with the entries that the transformer does not use, such as eos_token_id.

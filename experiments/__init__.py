@@ -31,28 +31,21 @@ if TYPE_CHECKING:
     from fedpax.experiments.fedavg_images import FedAvgImages as FedAvgImages
     from fedpax.experiments.fedavg_table import FedAvgTable as FedAvgTable
 
-_MODULES = {
-    "AggregatorConfig": "fedpax.experiments.client_aggregators",
-    "ClientExperiment": "fedpax.experiments.client_experiment",
-    "ClientTraining": "fedpax.experiments.client_methods",
-    "CohortConfig": "fedpax.experiments.cohort_settings",
-    "DiLoCoText": "fedpax.experiments.diloco_text",
-    "DirichletPopulation": "fedpax.experiments.cohort_settings",
-    "ExperimentGroup": "fedpax.experiments.catalog",
-    "FedAvgImages": "fedpax.experiments.fedavg_images",
-    "FedAvgTable": "fedpax.experiments.fedavg_table",
-    "MethodConfig": "fedpax.experiments.client_methods",
-    "NaturalPopulation": "fedpax.experiments.cohort_settings",
-    "PopulationConfig": "fedpax.experiments.cohort_settings",
-    "ServerConfig": "fedpax.experiments.cohort_settings",
-    "SyntheticPopulation": "fedpax.experiments.cohort_settings",
-    "UnknownExperimentError": "fedpax.experiments.catalog",
-    "aggregator": "fedpax.experiments.client_aggregators",
-    "experiments": "fedpax.experiments.catalog",
-    "find_experiment": "fedpax.experiments.catalog",
-    "find_group": "fedpax.experiments.catalog",
-    "method": "fedpax.experiments.client_methods",
+_NAMES = {
+    "fedpax.experiments.catalog": (
+        "ExperimentGroup UnknownExperimentError experiments find_experiment find_group"
+    ),
+    "fedpax.experiments.client_aggregators": "AggregatorConfig aggregator",
+    "fedpax.experiments.client_experiment": "ClientExperiment",
+    "fedpax.experiments.client_methods": "ClientTraining MethodConfig method",
+    "fedpax.experiments.cohort_settings": (
+        "CohortConfig DirichletPopulation NaturalPopulation PopulationConfig ServerConfig "
+        "SyntheticPopulation"
+    ),
+    "fedpax.experiments.diloco_text": "DiLoCoText",
+    "fedpax.experiments.fedavg_images": "FedAvgImages",
+    "fedpax.experiments.fedavg_table": "FedAvgTable",
 }
-__all__ = list(_MODULES)
+__all__ = sorted(" ".join(_NAMES.values()).split())
 # The list of experiments needs no models.
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -2,53 +2,33 @@
 
 import functools
 
+from fedpax.lazy_names import lazy_names
+
 __version__ = "0.2.0"
 
-__all__ = [
-    "Cohort",
-    "FederatedAlgorithm",
-    "FedpaxError",
-    "cost",
-    "explain",
-    "federated_broadcast",
-    "federated_map",
-    "federated_max",
-    "federated_mean",
-    "federated_min",
-    "federated_sum",
-    "make_mesh",
-    "out_of_core",
-    "program",
-    "stages",
-    "train",
-]
-
-_MODULES = {
-    "Cohort": "fedpax.clients.cohort",
-    "FederatedAlgorithm": "fedpax.algorithm",
-    "FedpaxError": "fedpax.errors",
-    "cost": "fedpax.inspect",
-    "explain": "fedpax.inspect",
-    "make_mesh": "fedpax.parallel.mesh",
-    "out_of_core": "fedpax.transforms",
-    "program": "fedpax.transforms",
-    "stages": "fedpax.transforms",
-    "train": "fedpax.commands.train_in_python:train",
+_NAMES = {
+    "fedpax.algorithm": "FederatedAlgorithm",
+    "fedpax.clients.cohort": "Cohort",
+    "fedpax.commands.train_in_python:train": "train",
+    "fedpax.errors": "FedpaxError",
+    "fedpax.inspect": "cost explain",
+    "fedpax.parallel.mesh": "make_mesh",
+    "fedpax.primitives": (
+        "federated_broadcast federated_map federated_max federated_mean federated_min federated_sum"
+    ),
+    "fedpax.transforms": "out_of_core program stages",
 }
+__all__ = sorted(" ".join(_NAMES.values()).split())
+_get, _ = lazy_names(__name__, _NAMES)
 
 
 def __getattr__(name: str) -> object:
     """Import a public name on first use: the command line handles signals before it loads JAX."""
+    if name not in _packages():
+        return _get(name)
     import importlib
 
-    if name in __all__:
-        module = _MODULES.get(name, "fedpax.primitives").partition(":")[0]
-        value = getattr(importlib.import_module(module), name)
-        globals()[name] = value
-        return value
-    if name in _packages():
-        return importlib.import_module(f"fedpax.{name}")
-    raise AttributeError(f"module 'fedpax' has no attribute {name!r}")
+    return importlib.import_module(f"fedpax.{name}")
 
 
 def __dir__() -> list[str]:

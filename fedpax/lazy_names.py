@@ -6,23 +6,24 @@ from collections.abc import Callable, Mapping
 
 
 def lazy_names(
-    package: str, modules: Mapping[str, str]
+    package: str, names: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Make `__getattr__` and `__dir__` of a package.
+    """Make `__getattr__` and `__dir__` of a package, from the names of each module (`module:name`).
 
     Type checkers read the names from its `__init__.pyi`, or from imports under `TYPE_CHECKING`.
     """
+    modules = {name: module for module, several in names.items() for name in several.split()}
 
     def get(name: str) -> object:
         """Import a public name on first use."""
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(modules[name]), name)
+        value = getattr(importlib.import_module(modules[name].partition(":")[0]), name)
         setattr(sys.modules[package], name, value)
         return value
 
-    def names() -> list[str]:
+    def list_names() -> list[str]:
         """Return all names, imported or not."""
         return sorted({*vars(sys.modules[package]), *modules})
 
-    return get, names
+    return get, list_names

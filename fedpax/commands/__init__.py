@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from fedpax.commands.parts.devices import fit_mesh as fit_mesh
     from fedpax.commands.parts.options import configure as configure
 
-_MODULES = {
-    "configure": "fedpax.commands.parts.options",
-    "fit_mesh": "fedpax.commands.parts.devices",
+_NAMES = {
+    "fedpax.commands.parts.devices": "fit_mesh",
+    "fedpax.commands.parts.options": "configure",
 }
-__all__ = ["COMMANDS", "Command", *_MODULES]
+__all__ = ["COMMANDS", "Command", "configure", "fit_mesh"]
 # The commands load their own modules.
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

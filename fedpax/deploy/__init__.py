@@ -3,23 +3,16 @@
 from fedpax.lazy_names import lazy_names
 
 # On first use: a process that forwards messages needs no JAX.
-_MODULES = {
-    "Artifact": "fedpax.deploy.runtime",
-    "ArtifactError": "fedpax.deploy.runtime",
-    "Clients": "fedpax.deploy.batch_work",
-    "EachClient": "fedpax.deploy.batch_work",
-    "Node": "fedpax.deploy.nodes.node",
-    "Settings": "fedpax.deploy.round_program",
-    "compile_client": "fedpax.deploy.iree_compiler",
-    "export_stages": "fedpax.deploy.artifacts",
-    "inspect_round": "fedpax.deploy.artifacts",
-    "load": "fedpax.deploy.runtime",
-    "pack_program": "fedpax.deploy.round_program",
-    "pack_stages": "fedpax.deploy.artifacts",
-    "run_beam": "fedpax.deploy.beam",
-    "run_local": "fedpax.deploy.local_stages",
-    "run_out_of_core": "fedpax.deploy.local_stages",
-    "write_app": "fedpax.deploy.flower.app_files",
+_NAMES = {
+    "fedpax.deploy.artifacts": "export_stages inspect_round pack_stages",
+    "fedpax.deploy.batch_work": "Clients EachClient",
+    "fedpax.deploy.beam": "run_beam",
+    "fedpax.deploy.flower.app_files": "write_app",
+    "fedpax.deploy.iree_compiler": "compile_client",
+    "fedpax.deploy.local_stages": "run_local run_out_of_core",
+    "fedpax.deploy.nodes.node": "Node",
+    "fedpax.deploy.round_program": "Settings pack_program",
+    "fedpax.deploy.runtime": "Artifact ArtifactError load",
 }
-__all__ = list(_MODULES)
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+__all__ = sorted(" ".join(_NAMES.values()).split())
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

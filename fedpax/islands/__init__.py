@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from fedpax.islands.island.join import join as join
     from fedpax.islands.syncer.run_syncer import run_syncer as run_syncer
 
-_MODULES = {
-    "join": "fedpax.islands.island.join",
-    "run_syncer": "fedpax.islands.syncer.run_syncer",
+_NAMES = {
+    "fedpax.islands.island.join": "join",
+    "fedpax.islands.syncer.run_syncer": "run_syncer",
 }
-__all__ = list(_MODULES)
+__all__ = sorted(" ".join(_NAMES.values()).split())
 # Its packages need the extra `sites`.
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

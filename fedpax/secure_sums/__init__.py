@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from fedpax.secure_sums.roster import Message as Message
     from fedpax.secure_sums.site_side import SiteSide as SiteSide
 
-_MODULES = {
-    "CoordinatorSide": "fedpax.secure_sums.coordinator_side",
-    "Message": "fedpax.secure_sums.roster",
-    "SecureSumError": "fedpax.secure_sums.arithmetic",
-    "SiteSide": "fedpax.secure_sums.site_side",
+_NAMES = {
+    "fedpax.secure_sums.arithmetic": "SecureSumError",
+    "fedpax.secure_sums.coordinator_side": "CoordinatorSide",
+    "fedpax.secure_sums.roster": "Message",
+    "fedpax.secure_sums.site_side": "SiteSide",
 }
-__all__ = list(_MODULES)
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+__all__ = sorted(" ".join(_NAMES.values()).split())
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

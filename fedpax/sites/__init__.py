@@ -28,18 +28,13 @@ if TYPE_CHECKING:
     from fedpax.sites.update_filters import drop_large as drop_large
     from fedpax.sites.update_filters import parse_accept_if as parse_accept_if
 
-_MODULES = {
-    "AcceptIf": "fedpax.sites.update_filters",
-    "JoinResult": "fedpax.sites.site_process",
-    "NormHistory": "fedpax.sites.update_filters",
-    "SyncerResult": "fedpax.sites.site_process",
-    "drop_harmful": "fedpax.sites.update_filters",
-    "drop_large": "fedpax.sites.update_filters",
-    "parse_accept_if": "fedpax.sites.update_filters",
+_NAMES = {
+    "fedpax.sites.site_process": "JoinResult SyncerResult",
+    "fedpax.sites.update_filters": "AcceptIf NormHistory drop_harmful drop_large parse_accept_if",
 }
-__all__ = list(_MODULES)
+__all__ = sorted(" ".join(_NAMES.values()).split())
 # Its modules need the extra `sites`.
-_get, __dir__ = lazy_names(__name__, _MODULES)
+_get, __dir__ = lazy_names(__name__, _NAMES)
 
 
 def __getattr__(name: str) -> object:

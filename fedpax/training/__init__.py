@@ -15,34 +15,23 @@
 
 from fedpax.lazy_names import lazy_names
 
-_MODULES = {
-    "ClientMetrics": "fedpax.training.client_metrics",
-    "Experiment": "fedpax.training.experiment",
-    "GoodputClock": "fedpax.run_files.goodput",
-    "HeldoutMetrics": "fedpax.training.experiment",
-    "NonFiniteError": "fedpax.training.logging",
-    "RepeatedSpikesError": "fedpax.training.spikes",
-    "Run": "fedpax.training.experiment",
-    "ScheduledRounds": "fedpax.training.virtual_time",
-    "Shardings": "fedpax.training.experiment",
-    "StorageError": "fedpax.training.trainer",
-    "StoredParams": "fedpax.training.experiment",
-    "TimedSchedule": "fedpax.training.virtual_time",
-    "TrainingConfig": "fedpax.training.training_config",
-    "TrainingResult": "fedpax.training.trainer",
-    "evaluate_by_client": "fedpax.training.evaluation",
-    "evaluator": "fedpax.training.evaluation",
-    "placed_evaluator": "fedpax.training.evaluation",
-    "read_configuration": "fedpax.run_files.configuration",
-    "read_metrics": "fedpax.run_files.metrics",
-    "select": "fedpax.run_files.metrics",
-    "train": "fedpax.training.trainer",
-    "with_exchanged_bytes": "fedpax.training.virtual_time",
-    "with_frozen_argument": "fedpax.training.experiment",
-    "with_seed": "fedpax.run_files.configuration",
-    "with_virtual_seconds": "fedpax.training.virtual_time",
-    "write_configuration": "fedpax.run_files.configuration",
+_NAMES = {
+    "fedpax.run_files.configuration": "read_configuration with_seed write_configuration",
+    "fedpax.run_files.goodput": "GoodputClock",
+    "fedpax.run_files.metrics": "read_metrics select",
+    "fedpax.training.client_metrics": "ClientMetrics",
+    "fedpax.training.evaluation": "evaluate_by_client evaluator placed_evaluator",
+    "fedpax.training.experiment": (
+        "Experiment HeldoutMetrics Run Shardings StoredParams with_frozen_argument"
+    ),
+    "fedpax.training.logging": "NonFiniteError",
+    "fedpax.training.spikes": "RepeatedSpikesError",
+    "fedpax.training.trainer": "StorageError TrainingResult train",
+    "fedpax.training.training_config": "TrainingConfig",
+    "fedpax.training.virtual_time": (
+        "ScheduledRounds TimedSchedule with_exchanged_bytes with_virtual_seconds"
+    ),
 }
-__all__ = list(_MODULES)
+__all__ = sorted(" ".join(_NAMES.values()).split())
 # Commands that do not train need not load the models.
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -8,9 +8,8 @@ if TYPE_CHECKING:
     from fedpax.deploy.flower.app import client_app as client_app
     from fedpax.deploy.flower.app import server_app as server_app
 
-_MODULES = {
-    "client_app": "fedpax.deploy.flower.app",
-    "server_app": "fedpax.deploy.flower.app",
+_NAMES = {
+    "fedpax.deploy.flower.app": "client_app server_app",
 }
-__all__ = list(_MODULES)
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+__all__ = sorted(" ".join(_NAMES.values()).split())
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

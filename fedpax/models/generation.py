@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
+from fedpax.algorithm import Params
 from fedpax.errors import ArgumentError
 from fedpax.models.attention.causal import causal_attention, masked_attention, visible
-from fedpax.models.nnx_functional import Params
 from fedpax.models.transformer import transformer
 from fedpax.models.transformer_config import TransformerConfig
 from fedpax.parallel.axes import constrain

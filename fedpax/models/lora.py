@@ -33,9 +33,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from fedpax.algorithm import Params
 from fedpax.checks import CheckedConfig, CountOrZero, Positive
 from fedpax.errors import ArgumentError
-from fedpax.models.nnx_functional import Params
 
 __all__ = [
     "LoRAConfig",

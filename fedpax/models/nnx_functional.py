@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
+from fedpax.algorithm import Params
 from fedpax.errors import ArgumentError
-
-Params: TypeAlias = dict[str, Any]
 
 
 class FunctionalModel(NamedTuple):

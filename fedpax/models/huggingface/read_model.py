@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
+from fedpax.algorithm import Params
 from fedpax.errors import ArgumentError, MissingPackageError
 from fedpax.files import check_fetched
 from fedpax.models.huggingface.config import from_entries
@@ -33,7 +34,6 @@ from fedpax.models.huggingface.tensors import (
     stored_parameters,
     weight_files,
 )
-from fedpax.models.nnx_functional import Params
 from fedpax.models.transformer import transformer
 from fedpax.models.transformer_config import TransformerConfig
 from fedpax.parallel import axes

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from fedpax.algorithm import Params
 from fedpax.errors import ArgumentError
 from fedpax.models.huggingface.config import (
     differing_fields,
@@ -32,7 +33,6 @@ from fedpax.models.huggingface.tensors import (
     read_entries,
     stored_parameters,
 )
-from fedpax.models.nnx_functional import Params
 from fedpax.models.transformer_config import TransformerConfig
 from fedpax.path_patterns import expand_home
 

@@ -161,7 +161,8 @@ def sort_by_client(
     if (owner[1:] < owner[:-1]).any():
         table = _wide_texts(table).take(pa.array(np.argsort(owner, kind="stable")))
     starts = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(names)))])
-    if len(names) and names[int(by_name[0])].as_py() == "":
+    client_names = ClientNames(names.take(by_name))
+    if len(names) and client_names[0] == "":
         logging.getLogger(__name__).warning(
             f"The column {client!r} of {name} is the empty text in "
             f"{count_of(int(starts[1]), 'example')}, which are one client, ''. Fill the values in, "
@@ -173,7 +174,7 @@ def sort_by_client(
         table,
         client=client,
         client_starts=starts.astype(np.int64),
-        client_names=ClientNames(names.take(by_name)),
+        client_names=client_names,
         label=label,
     )
 

@@ -115,15 +115,24 @@ def pack_bits(codes: UInt32[Array, "entries ..."], bits: int) -> UInt32[Array, "
     rows = -(-codes.shape[0] // per_word)
     padding = [(0, rows * per_word - codes.shape[0]), *[(0, 0)] * (codes.ndim - 1)]
     codes = jnp.pad(codes.astype(jnp.uint32), padding)
-    places = [codes[i * rows : (i + 1) * rows] for i in range(per_word)]
+    parts = [codes[i * rows : (i + 1) * rows] for i in range(per_word)]
+    # Whole codes share a word while they fit beside each other: one shift moves a field of all of
+    # them. Codes of 5 bits take 170 operations instead of 640, each of which is compiled.
+    mask = 2**width - 1
+    while (half := len(parts) // 2) >= fields:
+        distance = half * width
+        pairs = zip(parts[:half], parts[half:], strict=True)
+        parts = [low | high << jnp.uint32(distance) for low, high in pairs]
+        mask |= mask << distance
+    if fields == 1:
+        return parts[0]
     words = []
     for field in range(fields):
-        parts = places
-        if fields > 1:
-            mask = jnp.uint32(2**width - 1)
-            parts = [code >> jnp.uint32(field * width) & mask for code in places]
-        shifted = [part << jnp.uint32(i * width) for i, part in enumerate(parts)]
-        words.append(functools.reduce(jnp.bitwise_or, shifted))
+        moved = [
+            _move(part, (i - field) * width) & jnp.uint32(mask << i * width)
+            for i, part in enumerate(parts)
+        ]
+        words.append(functools.reduce(jnp.bitwise_or, moved))
     return jnp.concatenate(words)
 
 
@@ -143,6 +152,13 @@ def packed_words(entries: int, bits: int) -> int:
     """Return the number of words that `pack_bits` packs codes into."""
     _, fields, per_word = _fields(bits)
     return fields * -(-entries // per_word)
+
+
+def _move(words: UInt32[Array, "..."], bits: int) -> UInt32[Array, "..."]:
+    """Shift words to the left by a number of bits, to the right by a negative one."""
+    if bits == 0:
+        return words
+    return words << jnp.uint32(bits) if bits > 0 else words >> jnp.uint32(-bits)
 
 
 def _fields(bits: int) -> tuple[int, int, int]:

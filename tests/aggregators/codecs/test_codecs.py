@@ -289,7 +289,9 @@ def test_zeros_stay_zeros_and_nans_arrive(name):
 # ---- the wire
 
 
-@pytest.mark.parametrize(("bits", "entries"), [(1, 70), (3, 33), (8, 1), (12, 70), (32, 5)])
+@pytest.mark.parametrize(
+    ("bits", "entries"), [(1, 70), (3, 33), (5, 70), (8, 1), (12, 70), (20, 9), (32, 5)]
+)
 def test_packed_codes_are_unpacked(bits, entries):
     codes = np.random.default_rng(bits).integers(2**bits, size=(entries, 2), dtype=np.uint32)
     words = jax.jit(pack_bits, static_argnums=1)(codes, bits)
@@ -297,6 +299,14 @@ def test_packed_codes_are_unpacked(bits, entries):
     assert words.shape == (packed_words(entries, bits), 2)
     unpacked = jax.jit(unpack_bits, static_argnums=(1, 2))(words, bits, entries)
     np.testing.assert_array_equal(unpacked, codes)
+
+
+@pytest.mark.parametrize(("bits", "operations"), [(5, 200), (12, 50)])
+def test_packing_compiles_few_operations(bits, operations):
+    # 669 and 103 if each code moved alone.
+    codes = jax.ShapeDtypeStruct((1024,), jnp.uint32)
+    packed = jax.make_jaxpr(pack_bits, static_argnums=1)(codes, bits)
+    assert len(packed.eqns) < operations
 
 
 def test_codes_that_fill_words_waste_no_bit():

@@ -154,6 +154,7 @@ _NO_TRAFFIC = {
     "while",
 }
 _SLICES = ("dynamic-slice", "gather", "slice")
+_FUSIONS = ("fusion", "fusion-start")  # a GPU runs independent fusions at the same time
 
 
 def memory_traffic(module: Module, computation: Computation, instruction: Instruction) -> float:
@@ -163,10 +164,12 @@ def memory_traffic(module: Module, computation: Computation, instruction: Instru
     if opcode in _NO_TRAFFIC or opcode.endswith("-done"):
         return 0.0
     shapes = [computation.instructions[name].shape for name in instruction.operands]
-    if opcode == "fusion":
+    if opcode in _FUSIONS:
         body = module.computations[instruction.reference("calls")]
         read = sum(_fusion_reads(module, body, i, shape)[0] for i, shape in enumerate(shapes))
-        return read + _fusion_writes(module, body, body.root, instruction.shape)
+        # The result of a start contains the operands.
+        result = instruction.shape if opcode == "fusion" else body.root.shape
+        return read + _fusion_writes(module, body, body.root, result)
     if opcode in _SLICES:
         return 2 * main_memory_bytes(instruction.shape)
     if opcode in ("dynamic-update-slice", "scatter"):
@@ -322,7 +325,7 @@ def count_costs(module: Module) -> ProgramCosts:
             case "conditional":
                 branches = map(cost_of_computation, trip_counts.callees(instruction))
                 return _Cost(*(max(values) for values in zip(*branches, strict=True)))
-            case "fusion":  # its memory traffic counts as one instruction
+            case "fusion" | "fusion-start":  # its memory traffic counts as one instruction
                 body = cost_of_computation(instruction.reference("calls"))
                 return body._replace(memory_traffic=0.0, host_transfers=0.0)
             case "call" | "call-start" | "async-start":

@@ -115,7 +115,8 @@ def test_an_update_in_place_writes_the_updated_slice():
     assert counted.memory_traffic > 50 * 2 * 4 * 4096
 
 
-def test_a_matmul_in_a_fusion_reads_through_nested_fusions():
+@pytest.mark.parametrize("is_asynchronous", [False, True])  # as a GPU's independent fusions
+def test_a_matmul_in_a_fusion_reads_through_nested_fusions(is_asynchronous: bool):
     text = """HloModule m, num_partitions=1
 
 %same (i: f32[64,32]) -> f32[64,32] {
@@ -145,6 +146,10 @@ ENTRY %main (a: f32[64,32], w: f32[8,32,16]) -> f32[64,16] {
   ROOT %f = f32[64,16]{1,0} fusion(%a, %w), kind=kOutput, calls=%fused
 }
 """
+    if is_asynchronous:
+        start = "%s = ((f32[64,32], f32[8,32,16]), f32[64,16]{1,0}, u32[]) fusion-start("
+        text = text.replace("ROOT %f = f32[64,16]{1,0} fusion(", start)
+        text = text.removesuffix("}\n") + "  ROOT %f = f32[64,16]{1,0} fusion-done(%s)\n}\n"
     counted = count_costs(parsing.parse(text))
     assert counted.matmul_flops == 2 * 64 * 32 * 16
     assert counted.memory_traffic == 4 * (64 * 32 + 32 * 16 + 64 * 16)

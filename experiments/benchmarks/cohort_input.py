@@ -51,7 +51,7 @@ class CohortInput(Timed):
 
     def measure(self) -> Iterator[Row]:
         computing = None
-        for kind, stream in streams(self):
+        for fields, stream in streams(self):
             cohort = next(stream)
             if computing is None:
                 computing = round_seconds(cohort, self.clock) / self.faster
@@ -63,7 +63,7 @@ class CohortInput(Timed):
             copies = timing.paired_ratio(seconds["next"], seconds["copy"])
             fraction = waiting(stream, computing, self.repetitions, self.clock)
             yield Row(
-                kind=kind,
+                kind=fields,
                 megabytes=sum(v.nbytes for v in cohort.batches.values()) / 1e6,
                 seconds=seconds["next"],
                 copies=copies,

@@ -102,7 +102,7 @@ class MethodRounds(Sizes, Timed):
         rates = algorithms.FedAcRates(LEARNING_RATE, 2 * LEARNING_RATE, 2.0, 3.0)
         sgd = optax.sgd(LEARNING_RATE, settings.get("momentum"))
         optimizer = sgd if self.islands is None else optax.adamw(LEARNING_RATE)
-        common = {f"{kind}optimizer": optimizer for kind in ("client_", "inner_", "")}
+        common = {f"{prefix}optimizer": optimizer for prefix in ("client_", "inner_", "")}
         common |= {"num_clients": self.population or clients, "islands": self.islands}
         common |= {"cohort_size": clients, "rates": rates}
         return method(function, loss_fn, **common | settings)

@@ -177,11 +177,11 @@ class Sizes(Benchmark):
 
     def measure_on(self, devices: int, clients: int) -> list[Row]:
         """Return the rows of one size, without the options that `measure` adds."""
-        found = jax.devices()[:devices]
-        mesh = fedpax.make_mesh(devices=found, clients=devices)
+        chosen = jax.devices()[:devices]
+        mesh = fedpax.make_mesh(devices=chosen, clients=devices)
         with jax.set_mesh(mesh):
             rows = self.measure_size(WORKLOADS[self.model](), mesh, clients)
-            return [Row(device=found[0].device_kind, **vars(row)) for row in rows]
+            return [Row(device=chosen[0].device_kind, **vars(row)) for row in rows]
 
     @abc.abstractmethod
     def measure_size(self, workload: Workload, mesh: Mesh, clients: int) -> Iterable[Row]:

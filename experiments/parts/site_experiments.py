@@ -90,8 +90,8 @@ def shared_table_properties(description: Json) -> dict[str, str | None]:
         name = column_property(column["name"])
         if column["kind"] == "left_out" and column["reason"] != "no values":
             continue
-        kind = properties.pop(name, None)  # None: without a value it is of any kind
-        properties[_needed(column["name"])] = kind
+        value = properties.pop(name, None)  # None: without a value it is of any kind
+        properties[_needed(column["name"])] = value
     return properties
 
 

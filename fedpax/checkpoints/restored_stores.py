@@ -65,14 +65,14 @@ def restore_stores(folder: Path, ancestors: Lineage, like: Any) -> RestoredStore
 
 def _blocks_of_large(stores: Mapping[StorePath, Any]) -> dict[StorePath, RowBlocks]:
     """Return the layout of each store that is restored in ranges of rows."""
-    found = {}
+    layouts = {}
     for path, store in stores.items():
         leaves = jax.tree.leaves(store)
         is_extended = any(jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in leaves)
         size = 0 if is_extended else sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         if size > row_changes.SMALL_STORES and (layout := row_blocks(leaves)) is not None:
-            found[path] = layout
-    return found
+            layouts[path] = layout
+    return layouts
 
 
 def _read_in_ranges(
@@ -153,8 +153,8 @@ def _restore_all_rows(
             item=ocp.tree.from_flat_dict(leaves, target=fields),
             restore_args=ocp.tree.from_flat_dict(arguments, target=fields),
         )
-        found = manager.restore(step, args=ocp.args.Composite(state=restore))["state"]
-        flat = ocp.tree.to_flat_dict(found)
+        restored = manager.restore(step, args=ocp.args.Composite(state=restore))["state"]
+        flat = ocp.tree.to_flat_dict(restored)
         return {path: [flat[name] for name in names[path]] for path in stores}
 
 
@@ -191,8 +191,8 @@ def _changed_rows(
             item = jax.tree.map(lambda leaf: 0, manager.item_metadata(step)["rows"])
             arguments = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), item)
             restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments)
-            found = manager.restore(step, args=ocp.args.Composite(rows=restore))["rows"]
-            changed = [found[str(number)] for number in range(len(parent.stores))]
+            restored = manager.restore(step, args=ocp.args.Composite(rows=restore))["rows"]
+            changed = [restored[str(number)] for number in range(len(parent.stores))]
             yield (
                 parent,
                 {

@@ -57,13 +57,13 @@ def identity_of(checkpoint: Path) -> int:
 
 def lineage(folder: Path, step: int) -> list[tuple[int, Parent | None]]:
     """Return the checkpoints that have the rows of a checkpoint: all rows first, itself last."""
-    found = []
+    checkpoints = []
     next_step: int | None = step
     while next_step is not None:
         parent = Parent.read(folder / str(next_step))
-        found.append((next_step, parent))
+        checkpoints.append((next_step, parent))
         next_step = None if parent is None else parent.round
-    return found[::-1]
+    return checkpoints[::-1]
 
 
 def read_parents(folder: Path, steps: Iterable[int]) -> dict[int, int]:
@@ -237,7 +237,7 @@ def _blocks(state: Any) -> dict[StorePath, RowBlocks] | None:
     if sum(leaf.nbytes for leaf in leaves) < max(1, SMALL_STORES):
         return None
     blocks = {path: row_blocks(jax.tree.leaves(store)) for path, store in stores.items()}
-    known = {path: found for path, found in blocks.items() if found is not None}
+    known = {path: layout for path, layout in blocks.items() if layout is not None}
     return known if len(known) == len(stores) else None
 
 

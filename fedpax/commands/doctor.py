@@ -113,7 +113,7 @@ def _devices() -> str:
 
     skip_absent_tpus()
     kinds = [device.device_kind for device in jax.devices()]
-    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    counts = ", ".join(f"{kinds.count(name)} {name}" for name in dict.fromkeys(kinds))
     return f"{counts} ({jax.default_backend()})"
 
 

@@ -53,15 +53,15 @@ def make_work(
     by_kind: dict[int, dict[str, np.ndarray]] = {PARTICIPANT: {}, CLIENT: {}}
     for each in divided.owned:
         if each.argument < len(leaves):
-            kind = CLIENT if each.in_store else PARTICIPANT
-            by_kind[kind][each.name] = np.asarray(leaves[each.argument])
+            owner = CLIENT if each.in_store else PARTICIPANT
+            by_kind[owner][each.name] = np.asarray(leaves[each.argument])
     first = {name: x[0] for states in by_kind.values() for name, x in states.items()}
     rows: dict[int, bytes] = {}
-    for kind, states in by_kind.items():
+    for owner, states in by_kind.items():
         differ = [np.any((x != x[:1]).reshape(len(x), -1), axis=1) for x in states.values()]
         if differ and len(other := np.flatnonzero(np.any(differ, axis=0))):
             others = {name: x[other] for name, x in states.items()}
-            rows[kind] = encode_values({"": other, **others})
+            rows[owner] = encode_values({"": other, **others})
     work = BatchWork(
         job=f"fedpax-{uuid.uuid4().hex}",
         noise_key=secrets.token_bytes(32),

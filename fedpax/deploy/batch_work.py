@@ -151,11 +151,11 @@ class BatchWork(NamedTuple):
             if not is_last:
                 yield "members", (i, client, encode_values({**decode_values(kept), **new}))
                 continue
-            for kind, key in ((PARTICIPANT, i), (CLIENT, client)):
+            for owner, key in ((PARTICIPANT, i), (CLIENT, client)):
                 # What no result replaces stays.
-                states = {name: new.get(name, own[name]) for name in self.states[kind]}
+                states = {name: new.get(name, own[name]) for name in self.states[owner]}
                 if states and key >= 0:
-                    yield f"states {kind}", (key, encode_values(states))
+                    yield f"states {owner}", (key, encode_values(states))
         yield "terms", _encoded(merged or ())
 
     def merge(self, stage: int, terms: Iterable[bytes]) -> bytes:

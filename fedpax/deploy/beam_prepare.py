@@ -240,6 +240,9 @@ def _attempt(number: int, function: Callable[[], bytes]) -> Any:
 def _write_outcomes(path: str, outcomes: Sequence[Any]) -> None:
     columns = zip(*outcomes, strict=True)
     kinds = {"number": pa.int64(), "error": pa.string(), "content": pa.large_binary()}
-    arrays = [pa.array(values, kind) for values, kind in zip(columns, kinds.values(), strict=True)]
+    arrays = [
+        pa.array(values, data_type)
+        for values, data_type in zip(columns, kinds.values(), strict=True)
+    ]
     with _open(path, "wb") as file:
         file.write(encode_table(pa.table(arrays, [*kinds])))

@@ -22,8 +22,8 @@ def encode_values(values: Mapping[str, Any]) -> bytes:
         dtype: Any = getattr(value, "dtype", None)
         is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
         array = np.asarray(jax.random.key_data(value) if is_key else value)
-        kind = f"key<{jax.random.key_impl(value)}>" if is_key else str(array.dtype)
-        header.append([name, kind, array.shape])
+        dtype_name = f"key<{jax.random.key_impl(value)}>" if is_key else str(array.dtype)
+        header.append([name, dtype_name, array.shape])
         arrays.append(array.tobytes())
     described = json.dumps(header).encode()
     return b"".join([len(described).to_bytes(_LENGTH, "little"), described, *arrays])
@@ -34,14 +34,16 @@ def decode_values(content: bytes) -> dict[str, Any]:
     start = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
     values: dict[str, Any] = {}
     try:
-        for name, kind, shape in json.loads(content[_LENGTH:start]):
-            is_key = kind.startswith("key<")
-            dtype = np.dtype(np.uint32) if is_key else jnp.dtype(kind)
+        for name, dtype_name, shape in json.loads(content[_LENGTH:start]):
+            is_key = dtype_name.startswith("key<")
+            dtype = np.dtype(np.uint32) if is_key else jnp.dtype(dtype_name)
             count = math.prod(shape)
             array = np.frombuffer(content, dtype, count, start).reshape(shape)
             start += array.nbytes
             values[name] = (
-                jax.random.wrap_key_data(jnp.asarray(array), impl=kind[4:-1]) if is_key else array
+                jax.random.wrap_key_data(jnp.asarray(array), impl=dtype_name[4:-1])
+                if is_key
+                else array
             )
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(

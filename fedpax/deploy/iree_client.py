@@ -64,9 +64,9 @@ def load_client(folder: str | Path, stage: int = 0) -> ClientFn:
     return client
 
 
-def _array(value: Any, kind: tuple[str, list[int], str]) -> Any:
+def _array(value: Any, declared: tuple[str, list[int], str]) -> Any:
     """Return a value as an array of its declared type; random keys are given as their data."""
-    name, shape, dtype = kind
+    name, shape, dtype = declared
     if dtype.startswith("key<"):
         return np.ascontiguousarray(value, np.uint32)
     array = np.ascontiguousarray(value, dtype).reshape(np.shape(value))

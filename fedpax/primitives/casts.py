@@ -144,10 +144,10 @@ def needs_cast(value: Any) -> bool:
 
 def conversion(value: Any) -> str:
     """Return how to convert an array that is not numbers, for messages; empty if unknown."""
-    kind = getattr(getattr(value, "dtype", None), "kind", "")
-    if kind == "O" and value.size and isinstance(value.flat[0], str | bytes):
-        kind = "U"  # as columns of texts are
-    return _CONVERSIONS.get(kind, "")
+    code = getattr(getattr(value, "dtype", None), "kind", "")
+    if code == "O" and value.size and isinstance(value.flat[0], str | bytes):
+        code = "U"  # as columns of texts are
+    return _CONVERSIONS.get(code, "")
 
 
 def _device_dtype(dtype: Any) -> Any:

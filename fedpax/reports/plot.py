@@ -191,8 +191,8 @@ def _style_panel(axes: Axes, key: Axis, runs: Iterable[Sequence[Line]], metric: 
             byte_axis(axes, [line.get(key) or 0 for lines in runs for line in lines])
         case "wall_seconds" | "virtual_seconds":
             unit, scale = _time_unit(runs, key)
-            kind = key.removesuffix("_seconds")
-            title, label = f"{shown} over {kind} time", f"{kind} time ({unit})"
+            clock = key.removesuffix("_seconds")
+            title, label = f"{shown} over {clock} time", f"{clock} time ({unit})"
             axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(plain_text(label))

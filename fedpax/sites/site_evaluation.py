@@ -55,19 +55,19 @@ class SiteEvaluation:
         )
         seconds = self._round_seconds if seconds is None else seconds
         replies = self._exchange.ask(task, 1, seconds, self._stop)
-        found: dict[str, tuple[int, dict[str, float]]] = {}
+        measured: dict[str, tuple[int, dict[str, float]]] = {}
         for name, reply in (replies or {}).items():
             metrics, count = reply.header.get("metrics"), reply.header.get("examples", 0)
             if isinstance(metrics, dict) and count > 0:
-                found[name] = count, {k: float(v) for k, v in metrics.items() if v is not None}
+                measured[name] = count, {k: float(v) for k, v in metrics.items() if v is not None}
             if last and "fault" not in reply.header:
                 self._with_model.add(name)
         # A site whose loss is not finite has none.
-        with_loss = [each for each in found.values() if "loss" in each[1]]
+        with_loss = [each for each in measured.values() if "loss" in each[1]]
         if not with_loss:
             return
         by_site: dict[str, float] = {}
-        for name, (_, metrics) in found.items():
+        for name, (_, metrics) in measured.items():
             site = self._exchange.sites.get(name)
             assert site is not None
             site.heldout = metrics

@@ -240,16 +240,16 @@ def checked_fields(fields: Json) -> Json:
 
 def check_types(types: Json) -> None:
     """Raise a `MalformedError` unless each field of a batch has a dtype and a shape."""
-    for name, kind in types.items():
+    for name, entry in types.items():
         CheckedHeader({"name": name}).text("name")
         try:
-            dtype, shape = kind
+            dtype, shape = entry
             fits = all(type(size) is int and 0 <= size < 2**31 for size in shape)
             np.dtype(dtype)
         except (TypeError, ValueError):
             fits = False
         if not fits or len(shape) > 32:
-            raise MalformedError(f"the field {name!r} of a batch is {str(kind)[:100]}.")
+            raise MalformedError(f"the field {name!r} of a batch is {str(entry)[:100]}.")
 
 
 def find_wrong_weight(task: Task, rows: int, arrays: Mapping[str, Any]) -> str | None:
@@ -276,4 +276,4 @@ def is_finite(array: np.ndarray) -> bool:
 
 def shorten_types(types: Json) -> str:
     """Describe the fields of a batch."""
-    return ", ".join(f"{name}: {kind}" for name, kind in sorted(types.items()))[:500]
+    return ", ".join(f"{name}: {entry}" for name, entry in sorted(types.items()))[:500]

@@ -234,11 +234,11 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._position = position
         write_position(self._folder, self._name, position)
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, error_class: type[BaseException] | None, *error: object) -> None:
         """Send the rest, for a limited time, and tell the user if something is left."""
         if not self.enabled:
             return
-        if kind is None:
+        if error_class is None:
             self._outcome = "finished" if self.finished else "interrupted"
         self._closing.set()
         self._thread.join(SECONDS_AT_END)

@@ -73,9 +73,9 @@ def _define(options: flags.FlagValues, name: str, flag: Flag) -> None:
     if isinstance(flag.type, tuple):
         flags.DEFINE_enum(name, flag.default, flag.type, flag.text, flag_values=options)
         return
-    kind = flag.type or (str if flag.default is None else type(flag.default))
-    define = _DEFINE[kind]
-    if kind in (int, float):
+    value_type = flag.type or (str if flag.default is None else type(flag.default))
+    define = _DEFINE[value_type]
+    if value_type in (int, float):
         define = functools.partial(define, lower_bound=flag.least, upper_bound=flag.most)
     define(name, flag.default, flag.text, flag_values=options)
 
@@ -283,10 +283,10 @@ def _choose(experiment: Experiment, overrides: Sequence[str]) -> tuple[Experimen
     return experiment, fields
 
 
-def _unset(kind: type[Any]) -> Any:
+def _unset(config_class: type[Any]) -> Any:
     """Return a configuration with its defaults, unchecked; tyro asks for fields that have none."""
-    made = object.__new__(kind)
-    for field in dataclasses.fields(kind):
+    made = object.__new__(config_class)
+    for field in dataclasses.fields(config_class):
         is_required = field.default is dataclasses.MISSING
         object.__setattr__(made, field.name, tyro.MISSING if is_required else field.default)
     return made

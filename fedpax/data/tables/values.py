@@ -228,13 +228,13 @@ class TextValues:
         rest = pc.drop_null(column if isinstance(column, pa.Array) else pa.array(column))
         if pa.types.is_dictionary(rest.type):
             rest = rest.cast(rest.type.value_type)
-        for kind, pattern in _KINDS.items():
+        for notation, pattern in _KINDS.items():
             matches: Bool[np.ndarray, " values"] = np.asarray(
                 pc.match_substring_regex(rest, pattern)
             ).astype(bool)
             if matches.any():
-                self._first.setdefault(kind, rest[int(matches.argmax())].as_py())
-                self._counts[kind] += int(matches.sum())
+                self._first.setdefault(notation, rest[int(matches.argmax())].as_py())
+                self._counts[notation] += int(matches.sum())
                 rest = rest.filter(pa.array(~matches))
         self._num_others += len(rest)
         self._others |= dict.fromkeys(pc.unique(rest).slice(0, _MOST_OTHERS + 1).to_pylist())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import chex
@@ -118,6 +118,21 @@ def without_state(
     )
 
 
+def join_metrics(
+    own: Mapping[str, jax.Array], later: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Join a stage's metrics with those of later stages, which get a number if names are equal."""
+    joined = dict(own)
+    for name, value in later.items():
+        base, _, digits = name.rpartition("_")
+        base, number = (base, int(digits)) if digits.isdecimal() else (name, 1)
+        while name in joined:
+            number += 1
+            name = f"{base}_{number}"
+        joined[name] = value
+    return joined
+
+
 # ---- weights of 0, which mark absent participants
 
 
@@ -196,6 +211,8 @@ def chain(*stages: AggregatorTransformation | Aggregator) -> Aggregator:
 
     Returns:
         The aggregator. The states are nested: each stage's state contains the next stage's state.
+        Its metrics are those of all stages. Of a name that several stages have, the first keeps
+        it, and the k-th one's ends in `_k`, such as `"clipped_fraction_2"`.
 
     Raises:
         TypeError: the last stage is not an `Aggregator`, or an earlier stage is one.

@@ -14,6 +14,7 @@ from fedpax.aggregators.aggregator import (
     Aggregator,
     AggregatorTransformation,
     Weights,
+    join_metrics,
     mean_dtype,
     present,
     without_epsilon,
@@ -72,7 +73,7 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
             updates, norms = federated_map(lambda u: _clip_and_cast(u, max_norm), updates)
             metrics = _clipping_metrics(norms, max_norm, present(weights))
             aggregated, state, reported = inner.aggregate(state, updates, weights)
-            return aggregated, state, metrics | reported
+            return aggregated, state, join_metrics(metrics, reported)
 
         return inner._replace(aggregate=aggregate, tolerates_non_finite=True)
 
@@ -177,7 +178,7 @@ def adaptive_clip(
             return (
                 aggregated,
                 AdaptiveClipState(new_norm, state.round + 1, inner_state),
-                metrics | reported,
+                join_metrics(metrics, reported),
             )
 
         return inner._replace(init=init, aggregate=aggregate, tolerates_non_finite=True)

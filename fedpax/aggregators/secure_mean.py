@@ -78,8 +78,8 @@ def secure_mean(
         An aggregator with state `SecureMeanState`. A participant is present if its weight is
         not 0; all present participants have the same weight. A NaN entry is sent as 0. The result
         has the dtype of the updates, float32 for integers; 0 if no participant is present.
-        Metrics: `"clipped_fraction"`, the fraction of the entries of present participants outside
-        [-r, r], and `"num_present"`.
+        Metrics: `"clipped_entry_fraction"`, the fraction of the entries of present participants
+        outside [-r, r], and `"num_present"`, the number of present participants.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -134,7 +134,7 @@ def secure_mean(
         count = federated_sum(here)
 
         clipped = federated_mean(federated_map(clipped_entries, updates, here), here)
-        metrics = {"clipped_fraction": clipped, "num_present": count}
+        metrics = {"clipped_entry_fraction": clipped, "num_present": count}
         mean = jax.tree.map(lambda k, u: code.decode(k, count, u), total, updates)
         return mean, SecureMeanState(state.round + 1), metrics
 

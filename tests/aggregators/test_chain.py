@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 
 import fedpax
-from fedpax.aggregators import Aggregator, chain, mean
+from fedpax.aggregators import (
+    Aggregator,
+    adaptive_clip,
+    chain,
+    clip_by_norm,
+    mean,
+    private_mean,
+    secure_mean,
+)
 
 
 def scale(factor: float):
@@ -32,6 +40,34 @@ def test_the_first_stage_is_the_outermost_transformation():
     aggregated, metrics = aggregate(updates)
     np.testing.assert_allclose(aggregated, 6 * updates.mean(0) + 2, rtol=1e-5)
     assert metrics.keys() == {"scaled_2.0", "scaled_3.0"}
+
+
+def metrics_of(*stages):
+    """Return the metrics of a chain for updates of norms 3 and 6."""
+
+    @fedpax.program(clients=2)
+    def aggregate(updates):
+        aggregator = chain(*stages)
+        return aggregator.aggregate(aggregator.init(None), updates, None)[2]
+
+    return aggregate(np.float32([[0, 3], [0, 6]]))
+
+
+def test_stages_with_metrics_of_one_name_keep_them_all():
+    metrics = metrics_of(
+        clip_by_norm(4.0), adaptive_clip(initial_norm=2.0), clip_by_norm(9.0), mean()
+    )
+    assert [metrics[f"participant_norm{n}"] for n in ("", "_2", "_3")] == [4.5, 3.5, 2.0]
+    assert [metrics[f"clipped_fraction{n}"] for n in ("", "_2", "_3")] == [0.5, 1.0, 0.0]
+    assert metrics["max_norm"] == 2.0 and len(metrics) == 10
+    private = private_mean(max_norm=1.0, noise_multiplier=0.0, seed=0)
+    metrics = metrics_of(adaptive_clip(initial_norm=2.0), private)
+    assert (metrics["max_norm"], metrics["max_norm_2"]) == (2.0, 1.0)
+
+
+def test_the_clipped_updates_and_the_clipped_entries_are_two_metrics():
+    metrics = metrics_of(clip_by_norm(4.0), secure_mean(max_value=3.5))
+    assert (metrics["clipped_fraction"], metrics["clipped_entry_fraction"]) == (0.5, 0.25)
 
 
 @pytest.mark.parametrize(

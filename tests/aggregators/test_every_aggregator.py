@@ -108,7 +108,7 @@ def test_an_empty_update_gives_an_empty_aggregate(name, weights):
 def test_metrics_of_leaves_without_entries_are_finite():
     updates = {"w": draw(0)["b"], "none": np.zeros((N, 0), np.float32)}
     _, _, metrics = jax.jit(run("secure_mean"))(initial("secure_mean", updates), updates, None)
-    assert metrics["clipped_fraction"] == np.mean(np.abs(updates["w"]) > 2.0)
+    assert metrics["clipped_entry_fraction"] == np.mean(np.abs(updates["w"]) > 2.0)
 
 
 SETTINGS = {

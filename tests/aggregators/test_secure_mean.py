@@ -65,7 +65,7 @@ def test_masks_cancel_to_the_bit_for_any_dropouts(num_neighbors, present, seed):
         np.testing.assert_allclose(mean[key], STEP * total / max(here.sum(), 1), rtol=1e-6)
     outside = [np.abs(updates["b"])[:, None] > R, np.abs(updates["w"]) > R]
     fraction = np.concatenate(outside, 1)[here].mean() if here.any() else 0.0
-    assert metrics["clipped_fraction"] == pytest.approx(fraction, abs=1e-6)
+    assert metrics["clipped_entry_fraction"] == pytest.approx(fraction, abs=1e-6)
     assert metrics["num_present"] == here.sum()
 
 

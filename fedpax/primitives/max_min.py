@@ -2,15 +2,17 @@
 
 The derivative needs to know which participants attain the extremum. Comparing values again is not
 enough: a recomputed value can round differently, and then equals the extremum of no participant.
-So the forward pass of a derivative uses `federated_max_with_ties` (or `min`), which also returns
-the index of the first and of the last participant that attain the extremum, and the number of
-ties. With one or two ties the indices are exact. With three or more, the participants between the
-first and the last are found by comparing values.
+So the forward pass of a derivative uses `federated_max_with_set` (or `min`), which also returns
+the set of participants that attain the extremum, one bit for each. Of more participants than
+`_MOST_BITS`, `federated_max_with_ties` returns the index of the first and of the last one that
+attain it, and the number of ties. With one or two ties these indices are exact. With three or more,
+the participants between the first and the last are found by comparing values.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from typing import overload
 
 import jax
@@ -18,7 +20,13 @@ import jax.numpy as jnp
 
 from fedpax.primitives._jax import Primitive, is_zero, zero_tangent
 from fedpax.primitives.broadcast import broadcast, federated_index_p
-from fedpax.primitives.monoids import MAXIMUM, MINIMUM, equal_with_nan, with_ties
+from fedpax.primitives.monoids import (
+    ADDITION,
+    MAXIMUM,
+    MINIMUM,
+    equal_with_nan,
+    with_attained,
+)
 from fedpax.primitives.placement import ArrayTree, Tree
 from fedpax.primitives.reduction import (
     Reduction,
@@ -44,7 +52,8 @@ def federated_max(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
     """Take the elementwise maximum over participants: `out = max_i x[i]`.
 
     The result is NaN where a participant's value is NaN. The gradient is divided equally among the
-    participants that attain the maximum, as in `jnp.max`.
+    participants that attain the maximum, as in `jnp.max`. Of more than 128, it can miss
+    some of three or more whose values are rounded again in the backward pass.
 
     Args:
         x: pytree of real arrays `[n, ...]`, placed.
@@ -76,7 +85,8 @@ def federated_min(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
     """Take the elementwise minimum over participants: `out = min_i x[i]`.
 
     The result is NaN where a participant's value is NaN. The gradient is divided equally among the
-    participants that attain the minimum, as in `jnp.min`.
+    participants that attain the minimum, as in `jnp.min`. Of more than 128, it can miss
+    some of three or more whose values are rounded again in the backward pass.
 
     Args:
         x: pytree of real arrays `[n, ...]`, placed.
@@ -102,9 +112,31 @@ def federated_min(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
 
 # ---- rules of the extrema
 
+_WORD = 32  # bits
+_MOST_BITS = 4 * _WORD
 
-def _terms_with_ties(x, *indices_and_count):
-    return [x, *(append_axes(a, x) + jnp.zeros_like(x, a.dtype) for a in indices_and_count)]
+
+def _terms(x, *by_participant):
+    return [x, *(append_axes(a, x) + jnp.zeros_like(x, a.dtype) for a in by_participant)]
+
+
+def _jvp_with_set(with_set_p, primals, tangents, *, placement):
+    x, t = primals[0], tangents[0]
+    index = federated_index_p.bind(placement=placement)
+    bit = jnp.int32(1) << index % _WORD
+    words = [jnp.where(index // _WORD == k, bit, 0) for k in range(_MOST_BITS // _WORD)]
+    out, *attained = with_set_p.bind(x, *words, placement=placement)
+    if is_zero(t):
+        return [out, *attained], [zero_tangent(a) for a in (out, *attained)]
+    ties = sum(map(jax.lax.population_count, attained))
+    own = [
+        append_axes(w, x) & broadcast(a, placement) for w, a in zip(words, attained, strict=True)
+    ]
+    is_tie = functools.reduce(operator.or_, own) != 0
+    share = federated_mask_p.bind(is_tie, t, placement=placement)
+    total = federated_sum_p.bind(share, placement=placement)
+    tangent = total / ties.astype(t.dtype)
+    return [out, *attained], [tangent, *map(zero_tangent, attained)]
 
 
 def _jvp_with_ties(with_ties_p, primals, tangents, *, placement):
@@ -125,24 +157,32 @@ def _jvp_with_ties(with_ties_p, primals, tangents, *, placement):
     return [out, *attained], [tangent, *map(zero_tangent, attained)]
 
 
-def _jvp(primitive, with_ties_p, primals, tangents, *, placement):
+def _jvp(primitive, jvp_with_set, jvp_with_ties, primals, tangents, *, placement):
     if is_zero(tangents[0]):
         out = primitive.bind(*primals, placement=placement)
         return out, zero_tangent(out)
-    outs, tangents = _jvp_with_ties(with_ties_p, primals, tangents, placement=placement)
+    jvp = jvp_with_set if placement.size <= _MOST_BITS else jvp_with_ties
+    outs, tangents = jvp(primals, tangents, placement=placement)
     return outs[0], tangents[0]
 
 
+_ATTAINED = {
+    "set": (_jvp_with_set, [ADDITION] * (_MOST_BITS // _WORD)),
+    "ties": (_jvp_with_ties, [MINIMUM, MAXIMUM, ADDITION]),
+}
 for _primitive, _monoid in ((federated_max_p, MAXIMUM), (federated_min_p, MINIMUM)):
-    _with_ties_p = Primitive(f"{_primitive.name}_with_ties")
-    _with_ties_p.multiple_results = True
-    define_reduction(
-        _with_ties_p,
-        Reduction(with_ties(_monoid), _terms_with_ties, lambda totals, *_: totals),
-        jvp=functools.partial(_jvp_with_ties, _with_ties_p),
-    )
+    _jvps = []
+    for _suffix, (_rule, _monoids) in _ATTAINED.items():
+        _extended_p = Primitive(f"{_primitive.name}_with_{_suffix}")
+        _extended_p.multiple_results = True
+        _jvps.append(functools.partial(_rule, _extended_p))
+        define_reduction(
+            _extended_p,
+            Reduction(with_attained(_monoid, _monoids), _terms, lambda totals, *_: totals),
+            jvp=_jvps[-1],
+        )
     define_reduction(
         _primitive,
         Reduction(_monoid, lambda x: [x], lambda totals, *_: totals),
-        jvp=functools.partial(_jvp, _primitive, _with_ties_p),
+        jvp=functools.partial(_jvp, _primitive, *_jvps),
     )

@@ -187,15 +187,15 @@ def equal_with_nan(x: jax.Array, y: jax.Array) -> jax.Array:
     return (x == y) | (jnp.isnan(x) & jnp.isnan(y))
 
 
-def with_ties(extremum: Monoid) -> Monoid:
-    """Extend an extremum by the first and the last index that attain it, and their number."""
-    parts = (extremum, MINIMUM, MAXIMUM, ADDITION)
+def with_attained(extremum: Monoid, monoids: Sequence[Monoid]) -> Monoid:
+    """Extend an extremum by other monoids' totals over the participants that attain it."""
+    parts = (extremum, *monoids)
 
-    def of_ties(best, x, *indices_and_count):
-        """Replace indices and count by identities where `x` is not the overall extremum."""
+    def of_ties(best, x, *others):
+        """Replace other totals by identities where `x` is not the overall extremum."""
         attained = equal_with_nan(x, best)
-        identities = identity([x.dtype, *(a.dtype for a in indices_and_count)])[1:]
-        pairs = zip(indices_and_count, identities, strict=True)
+        identities = identity([x.dtype, *(a.dtype for a in others)])[1:]
+        pairs = zip(others, identities, strict=True)
         return [jnp.where(attained, a, none) for a, none in pairs]
 
     def reduce(total):
@@ -217,7 +217,7 @@ def with_ties(extremum: Monoid) -> Monoid:
         return [best, *(m.all_reduce([a], axis)[0] for m, a in zip(parts[1:], ties, strict=True))]
 
     def for_each_total(fn: Callable) -> Callable:
-        """Apply a function of one total, which is four arrays, to a list of totals."""
+        """Apply a function of one total, which is `parts` arrays, to a list of totals."""
 
         def run(*lists):
             starts = range(0, len(lists[0]), len(parts))

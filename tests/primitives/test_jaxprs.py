@@ -97,15 +97,15 @@ def test_the_mapped_function_is_a_jaxpr_of_one_participant():
 
 FORWARD = {name: {name} for name in ("broadcast", "sum", "mean", "map")}
 FORWARD |= {
-    name: {f"{name}_with_ties", "index", "broadcast", "mask", "sum"} for name in ("max", "min")
+    name: {f"{name}_with_set", "index", "broadcast", "mask", "sum"} for name in ("max", "min")
 }
 REVERSE = {
     "broadcast": {"broadcast", "sum"},
     "sum": {"sum", "broadcast"},
     "mean": {"mean", "broadcast"},
     "map": {"map"},
-    "max": {"max", "max_with_ties", "index", "broadcast", "mask"},
-    "min": {"min", "min_with_ties", "index", "broadcast", "mask"},
+    "max": {"max", "max_with_set", "index", "broadcast", "mask"},
+    "min": {"min", "min_with_set", "index", "broadcast", "mask"},
 }
 
 

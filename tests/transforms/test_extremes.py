@@ -57,6 +57,46 @@ def tied(participants, width):
     return x
 
 
+@jax.custom_vjp
+def clipped_below(v):
+    return v
+
+
+clipped_below.defvjp(lambda v: (v, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+def test_three_ties_that_the_backward_pass_rounds_differently_share_the_gradient():
+    """Clipped gradients make ties, whose values XLA computes in two fusions of one program."""
+    with jax.enable_x64(True):
+        random = np.random.default_rng(0)
+        x, w = jnp.asarray(random.normal(size=(8, 3, 4))), -jnp.asarray(random.normal(size=4))
+        is_even = jnp.arange(8) % 2 == 0
+
+        def local(w, x, is_even):
+            loss = lambda v: jnp.mean(jnp.sin(x @ clipped_below(v)))
+            v = jax.lax.scan(lambda v, _: (v - 0.1 * jax.grad(loss)(v), None), w, length=3)[0]
+            return jnp.where(is_even, 1.1 * v, jnp.tanh(v)) - w
+
+        @fedpax.program(clients=8)
+        def moved(w):
+            moves = federated_map(local, federated_broadcast(w), x, is_even)
+            return w + fedpax.federated_mean(moves) + federated_min(moves)
+
+        total = lambda w: jnp.sum(jnp.sin(moved(w)))
+        jitted = jax.jit(jax.grad(total))(w)
+        close(jitted, jax.grad(total)(w), 1e-12)
+        close(jitted, jax.jit(jax.jacfwd(total))(w), 1e-12)
+
+
+@pytest.mark.parametrize("participants", [128, 129])
+def test_ties_of_any_participants_share_the_gradient(participants):
+    x = jnp.asarray(tied(participants, 10))
+    program = fedpax.program(clients=participants, chunk_size=50)(federated_max)
+    reference = lambda x: jnp.max(x, 0)
+    for derive in (jax.jacrev, jax.jacfwd):
+        close(jax.jit(derive(program))(x), derive(reference)(x), 1e-6)
+
+
 def total_of_maxima(reduce, functions, chunk_size):
     @fedpax.program(clients=N, chunk_size=chunk_size)
     def program(w, x):

@@ -125,6 +125,22 @@ def test_a_cohort_is_drawn_from_all_nodes_however_late_they_greet(tmp_path):
             assert asked == [100 + k for k in sorted(sampler.sample(number))]
 
 
+def test_the_first_round_waits_for_all_nodes_and_later_ones_for_a_quorum(tmp_path):
+    program, calls = nodes.program_of("fedavg"), []
+    network = LocalNetwork(program, tmp_path)
+    every_node = network.nodes()
+
+    def connected():
+        """Return two nodes at first, then all; and two again once the first round was asked."""
+        calls.append(1)
+        asked = any(p.values.get("round") == 0 for _, p in network.log)
+        return every_node[:2] if asked or len(calls) < 6 else every_node
+
+    network.nodes = connected
+    history = serve(network, program, quorum=2, deadline=1e-9)
+    assert [metrics["participants"] for _, metrics in history] == [N, 2, 2]
+
+
 def test_over_selection_ends_a_round_early(tmp_path):
     program = nodes.program_of("scaffold")
     network = LocalNetwork(program, tmp_path, lost=lambda v, node: "after" * (node == 102))

@@ -100,6 +100,24 @@ def test_elementwise_ends_keep_the_axis():
         assert "dot_general" not in line or line.endswith("-> tensor<4x4xf32>"), line
 
 
+def test_other_elementwise_equations_have_no_axis():
+    """One that a matmul reads, one of constants alone, and one that a mean alone reads."""
+
+    def step(w):
+        constant = jnp.sin(jnp.arange(16.0).reshape(4, 4))
+        return w - jnp.tanh(w) @ w - constant, jnp.cos(w)
+
+    @fedpax.program(clients=1)
+    def program(w):
+        moved, cosine = federated_map(step, w)
+        return moved, fedpax.federated_mean(cosine)
+
+    text = jax.jit(program).lower(jax.ShapeDtypeStruct((1, 4, 4), jnp.float32)).as_text()
+    for op in ("sine", "tanh", "cosine"):
+        (line,) = [line for line in text.splitlines() if f"stablehlo.{op} " in line]
+        assert line.endswith("tensor<4x4xf32>"), line
+
+
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_one_participant_per_device_computes_as_without_an_axis(kind):
     types = (getattr(jax.sharding.AxisType, kind),) * 2

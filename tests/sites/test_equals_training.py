@@ -13,6 +13,7 @@ from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_image_files import FedAvgImageFiles, fedavg_images
 from fedpax.experiments.fedavg_table import FedAvgTable
 from fedpax.experiments.table_data import TableConfig
+from fedpax.sites.contract import ClientRange
 from fedpax.training.progress import Progress
 from fedpax.training.training_config import TrainingConfig
 from sites.federation import run, write_hospitals
@@ -75,6 +76,19 @@ def test_a_site_with_one_file_for_each_split(tmp_path: Path) -> None:
     site = experiment(f"{tmp_path}/{{split}}.csv")
     assert site.describe_site()["clients"] == 1
     assert (site.opened.training.sum(), site.opened.heldout.sum()) == (40, 12)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(10, 5), (4, 4)])
+def test_a_round_at_a_site_has_the_clients_of_all_sites(
+    tmp_path: Path, size: int, expected: int
+) -> None:
+    """The site has two of five clients."""
+    write_hospitals(tmp_path, {"a": (40, 25)})
+    whole = experiment(f"{tmp_path}/a/*.csv")
+    cohort = dataclasses.replace(whole.cohort, size=size)
+    site = dataclasses.replace(whole, cohort=cohort).at_site(ClientRange(1, 2, 5))
+    assert site.cohort_size == expected and len(site.names) == 2
+    assert site.draw(0, [1]).client_ids.shape == (expected,)
 
 
 def test_the_classes_of_all_sites_are_told(tmp_path: Path, notes: list[str]) -> None:

@@ -147,7 +147,8 @@ def test_islands_that_were_down_learn_the_end_and_get_more_rounds(
     assert syncer.wait(400) == 0 and "islands can learn it" not in processes.log("again")
     assert len(read_merges(tmp_path / "syncer")) == merges
     # More rounds, of which only the syncer is told.
-    syncer = processes.start("syncer", "syncer", "--training.rounds=10", log="more")
+    every = ["--training.evaluate_every=3", "--allow_config_change=training.evaluate_every"]
+    syncer = processes.start("syncer", "syncer", "--training.rounds=10", *every, log="more")
     wait_until(lambda: "listening at" in processes.log("more"), processes)
     a, b = (processes.start("join", name) for name in "ab")
     assert [process.wait(400) for process in (syncer, a, b)] == [0, 0, 0], processes.logs()
@@ -155,6 +156,7 @@ def test_islands_that_were_down_learn_the_end_and_get_more_rounds(
     assert len(select(read_metrics(tmp_path / "syncer"), "training")) == 10
     content = read_configuration_json(tmp_path / "a")
     assert content is not None and content[1]["training"]["rounds"] == 10
+    assert "training.evaluate_every=3 has no effect: a syncer" in processes.log("more")
 
 
 @pytest.mark.slow

@@ -143,6 +143,11 @@ def run_syncer(
             ) as files,
         ):
             progress, metrics, preemption = files.progress, files.metrics, files.preemption
+            if every := experiment.training.evaluate_every:
+                progress.note(
+                    f"training.evaluate_every={every} has no effect: a syncer and its islands "
+                    f"do not evaluate. `fedpax evaluate --job_log_dir={folder}` does"
+                )
             if syncer.merges:
                 progress.note(f"resuming after merge {syncer.merges} of {rounds * phases}")
             _write_sizes(metrics, run, params)

@@ -25,18 +25,24 @@ def expand_home(path: str | Path) -> Path:
 
 
 def find_paths(pattern: str | Path) -> list[Path]:
-    """Return the paths that match a pattern, in order; a part that exists stands for itself."""
+    """Return the paths that match a pattern, in order; a part that exists stands for itself.
+
+    The part `**` stands for folders at any depth, or for none; at the end for all files below.
+    """
     whole = expand_home(pattern)
     matches = [Path(whole.anchor)]
     for part in whole.parts[bool(whole.anchor) :]:
         matches = [path for folder in matches for path in _match(folder, part)]
-    return sorted(matches)
+    if whole.name == "**":
+        matches = [path for path in matches if not path.is_dir()]
+    return sorted({*matches})
 
 
 def _match(folder: Path, part: str) -> list[Path]:
     if (folder / part).exists():
         return [folder / part]
-    return [folder / name for name in glob.glob(part, root_dir=folder)]
+    below = [folder / name for name in glob.glob(part, root_dir=folder, recursive=True)]
+    return [folder, *below] if part == "**" else below
 
 
 def existing_head(pattern: str) -> tuple[str, str]:

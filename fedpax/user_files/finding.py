@@ -149,6 +149,11 @@ def _find(pattern: str, split: str | None) -> list[DataFile]:
             )
         tail = tail.replace("{split}", glob.escape(split))
     plain = head + PLACEHOLDER.sub("*", tail)
+    if "**" in tail.split("/") and PLACEHOLDER.search(tail.partition("**")[0]):
+        raise ArgumentError(
+            f"The path {pattern!r} has ** behind a name in braces, which could then be any folder, "
+            "expected ** before it. Write the folders as *."
+        )
     if is_url(pattern):
         import fsspec
 

@@ -162,7 +162,10 @@ class _Part(NamedTuple):
 
 
 def _read_about(folder: Path) -> dict[str, Any]:
-    about = read_json(folder / PREPARED)
+    try:
+        about = read_json(folder / PREPARED)
+    except ValueError as error:
+        raise _damaged(folder, f"{PREPARED}: {error}") from error
     if not isinstance(about, dict) or about.get("format") != _FORMAT or "client" not in about:
         raise ArgumentError(f"{folder / PREPARED} is not of format {_FORMAT}. {_REMEDY}")
     return about

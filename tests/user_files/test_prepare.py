@@ -361,3 +361,12 @@ def test_rows_of_many_batches_are_gathered_at_once(
     for name, values in columns.items():
         assert taken[name].dtype == values.dtype
         np.testing.assert_array_equal(taken[name], values[order][chosen])
+
+
+def test_a_description_that_is_cut_off_is_told(tmp_path: Path) -> None:
+    """It ended in a JSONDecodeError."""
+    path = write_arrow(pa.table({"user": [2, 1], "x": [1, 2]}), tmp_path / "a.arrow")
+    prepare(path, tmp_path / "out", client="user")
+    (tmp_path / "out" / "prepared.json").write_text('{"format": 1,')
+    with pytest.raises(ValueError, match=r"folder .*out is damaged: prepared.json: .*prepare it a"):
+        load(tmp_path / "out")

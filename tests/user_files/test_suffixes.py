@@ -101,3 +101,27 @@ def test_the_page_names_each_suffix() -> None:
     table = page.split("| suffix | read by |")[1].split("\n\n")[0]
     named = re.findall(r"`(\.\w+)`", " ".join(row.split("|")[0] for row in table.split("\n|")[2:]))
     assert set(named) - {".array_record"} == FORMATS.keys()  # grain reads these
+
+
+@pytest.mark.parametrize("base", ["memory://suffixes", ""])
+def test_two_stars_are_folders_at_any_depth(tmp_path: Path, base: str) -> None:
+    """Files of one depth alone were read."""
+    import fsspec
+
+    system = fsspec.filesystem("memory" if base else "file")
+    for k, name in enumerate(["a", "x/b", "x/y/c", "x/y/b"]):
+        path = f"{base or tmp_path}/{name}.csv"
+        system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        system.pipe_file(path, f"v\n{k}\n".encode())
+    root = base or str(tmp_path)
+    for pattern, expected in {
+        "**/*.csv": {"a": [0], "x/b": [1], "x/y/b": [3], "x/y/c": [2]},
+        "x/**/*.csv": {"b": [1], "y/b": [3], "y/c": [2]},
+        "**/{client}.csv": {"a": [0], "b": [1, 3], "c": [2]},
+    }.items():
+        source = load(f"{root}/{pattern}")
+        values = np.split(source.column("v"), source.client_starts[1:-1])
+        names = source.client_names
+        assert {k: v.tolist() for k, v in zip(names, values, strict=True)} == expected
+    with pytest.raises(ValueError, match=r"has \*\* behind a name in braces"):
+        load(f"{root}/{{client}}/**/*.csv")

@@ -18,7 +18,7 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import async_diloco
 from fedpax.checks import Count, NonNegativeOrInfinite
 from fedpax.experiments.diloco_text import OuterSGD, diloco_text, wire_codec
-from fedpax.experiments.parts.settings import documented_by
+from fedpax.experiments.parts.settings import accepted, documented_by
 from fedpax.experiments.text_experiment import TextExperiment, text_fields
 from fedpax.experiments.trace_settings import TraceConfig
 from fedpax.simulation import IslandArrivals, dynamic_local_steps, island_arrivals
@@ -161,9 +161,7 @@ class AsyncDiLoCoText(AsynchronousText):
             loss_fn,
             islands=self.islands,
             inner_optimizer=optimizer,
-            learning_rate=settings.learning_rate,
-            momentum=settings.momentum,
-            period=settings.period,
+            **accepted(async_diloco, vars(settings)),
             aggregator=None if codec is None else compressed_mean(codec, error_feedback=True),
         )
         return with_virtual_seconds(

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -53,28 +53,18 @@ def prepare_beam(
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
     *,
-    client: str | None = None,
-    label: str | None = None,
-    split: str | None = None,
-    columns: Sequence[str] = (),
-    types: Mapping[str, str] | None = None,
-    delimiter: str | None = None,
-    decimal_point: str | None = None,
-    image_size: tuple[int, int] | None = None,
-    optional_columns: Sequence[str] = (),
-    heldout_fraction: float = 0.0,
-    heldout_by: str = "example",
     on_bad_row: Literal["error", "skip"] = "error",
     memory: str | None = None,
     num_shards: int | None = None,
     flags: Sequence[str] = (),
+    **loading: Any,
 ) -> PreparedShards:
-    """Sort files by client on many machines; the result equals that of `fedpax.data.prepare`.
+    """Sort files by client on many machines, as `fedpax.data.prepare` does with its arguments.
 
     The folder is divided into shards, each a prepared folder. A file is read by one worker, twice.
     prepared.json is written last: after an interruption, prepare again.
     """
-    options = LoadOptions.of(locals())
+    options = LoadOptions(**loading)
     pipeline_options("prepare_beam", flags)
     check_arguments(on_bad_row, memory)
     if num_shards is not None and num_shards < 1:

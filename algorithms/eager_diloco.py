@@ -30,7 +30,7 @@ from fedpax.transforms.program import program
 class EagerDiLoCoState(NamedTuple):
     """The state of eager DiLoCo: each island's outer model x_i and its optimizers' states, placed.
 
-    `outer_gradient` is that of the last round, sent in the next.
+    `outer_gradient` was computed in the last round, and is sent in the next.
     """
 
     local_params: Params

@@ -58,7 +58,7 @@ class Region(NamedTuple):
 
 
 class HALoSState(NamedTuple):
-    """The state of HALoS: the global server's, and in `regions` that of each region's server.
+    """The state of HALoS: of the global server, and in `regions` of the server of each region.
 
     Islands' models and inner optimizers are placed.
     """

@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _can_flush(stream: TextIO) -> bool:
-    """Return whether a stream can be written: a full disk can be that of another file."""
+    """Return whether a stream can be written: the full disk can belong to another file."""
     try:
         stream.flush()
     except OSError:

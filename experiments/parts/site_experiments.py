@@ -84,7 +84,7 @@ def _training_examples(
 
 
 def shared_table_properties(description: Json) -> dict[str, str | None]:
-    """Return what a table must share with those of other sites, and the columns they need too."""
+    """Return what the tables of sites must share, and the columns that all of them need."""
     properties: dict[str, str | None] = {**table_properties(description)}
     for column in description["columns"]:
         name = column_property(column["name"])

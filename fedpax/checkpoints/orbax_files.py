@@ -37,7 +37,7 @@ class _LiteralPath(_LocalPath):
 
 
 def literal_path(folder: Path) -> Path:
-    """Return a path under which Orbax, which lists files by patterns, finds those of `runs[1]`."""
+    """Return a path where Orbax, which lists files by patterns, finds the files of `runs[1]`."""
     if not isinstance(folder, Path) or glob.escape(str(folder)) == str(folder):
         return folder
     return cast(Path, _LiteralPath(folder))

@@ -51,7 +51,7 @@ class Parent(NamedTuple):
 
 
 def identity_of(checkpoint: Path) -> int:
-    """Return the CRC-32 of a checkpoint's checksums, which differs from that of any other one."""
+    """Return the CRC-32 of a checkpoint's checksums, which differs between checkpoints."""
     return zlib.crc32((checkpoint / CHECKSUMS).read_bytes())
 
 

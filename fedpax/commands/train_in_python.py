@@ -108,7 +108,7 @@ def train(
         The final model and metrics.
 
     Raises:
-        TypeError: `experiment` is no experiment.
+        TypeError: `experiment` is not an experiment.
         ConfigurationError: the folder holds another configuration, another process trains there, or
             a field cannot be stored in `config.json`.
         KeyboardInterrupt: Ctrl-C; completed rounds are saved.

@@ -1,4 +1,4 @@
-"""Synthetic clients: over a pool of real examples, and those of FedProx and of LEAF."""
+"""Synthetic clients: over a pool of real examples, and the clients of FedProx and of LEAF."""
 
 import zlib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Markdown tables, and those of the metrics of runs and of runs with several seeds."""
+"""Markdown tables, and tables of the metrics of runs and of runs with several seeds."""
 
 import math
 import statistics

@@ -90,7 +90,7 @@ def trajectory_of(
         links = 0 if (run.placement, each.size) == ("islands", 1) else each.size
         num_bytes = float(links * (each.broadcast_bytes + each.sent_bytes))
         full_flops = each.size * each.flops
-    else:  # the round is no fedpax program
+    else:  # the round is not a fedpax program
         num_bytes, full_flops = math.nan, math.nan
     fractions = [1.0] * max(rounds)
     if has_steps:

@@ -219,7 +219,7 @@ def explain_unreadable(path: PurePath, expectation: str) -> Iterator[None]:
 def read_json_lines(
     path: Path, is_whole: Callable[[Any], bool], expectation: str
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """Read the undamaged lines of a file; text after the last newline is no damage."""
+    """Read the undamaged lines of a file; text after the last newline is not damage."""
     lines: list[dict[str, Any]] = []
     damaged: list[int] = []
     with explain_unreadable(path, expectation):

@@ -151,7 +151,7 @@ def draws_noise(eqn: JaxprEqn) -> bool:
 def noise_as_arguments(
     closed: ClosedJaxpr,
 ) -> tuple[ClosedJaxpr, tuple[Noise, ...], tuple[float, ...]]:
-    """Make the noise of a jaxpr its last arguments, that of participants after the server's.
+    """Make the noise of a jaxpr its last arguments: the noise of the server, then of participants.
 
     Returns:
         The jaxpr, the server's noise, and the standard deviation of each noise of participants.

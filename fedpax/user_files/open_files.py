@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedpax.console import count_of
-from fedpax.errors import ArgumentError
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import host_array
 from fedpax.user_files.columns import (
     array_to_arrow,
@@ -261,7 +261,7 @@ def _to_arrow(name: str, values: Any) -> Any:
         if isinstance(values, np.ma.MaskedArray) and values.ndim == 1:
             return pa.array(values.data, mask=np.ma.getmaskarray(values))
         if isinstance(values, Mapping | str | bytes) or not hasattr(values, "__len__"):
-            raise TypeError("it is not one value for each example")
+            raise ArgumentTypeError("it is not one value for each example")
         is_array = isinstance(values, np.ndarray)
         return array_to_arrow(host_array(values, "it")) if is_array else pa.array(values)
     except (pa.ArrowException, TypeError, ValueError) as error:

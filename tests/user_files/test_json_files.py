@@ -71,6 +71,9 @@ def test_leaf(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"user 'u' has \{'x': 2, 'num_samples': 3\} values"):
         load(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text('{"users": ["u", "u"], "user_data": {"u": {"x": [0, 1]}}}')
+    with pytest.raises(ValueError, match="in 'users' more than once"):  # its examples were twice
+        load(tmp_path / "a.json")
 
 
 def test_long_lines(tmp_path: Path) -> None:

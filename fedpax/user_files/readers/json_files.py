@@ -236,6 +236,8 @@ def read_leaf(content: Mapping[str, Any]) -> pa.Table:
             f"it has 'users' but no 'user_data'{who}, expected LEAF's users, num_samples and "
             "user_data"
         )
+    if len({*users}) < len(users):
+        raise ArgumentError("a user is in 'users' more than once, expected each user once")
     fields: dict[str, list[Any]] = {name: [] for user in users for name in user_data[user]}
     clients: list[str] = []
     num_samples = dict(zip(users, content.get("num_samples") or (), strict=False))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import chex
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from fedpax.algorithm import Metrics
+from fedpax.clients.cohort import MASK
 from fedpax.errors import ArgumentError
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.ops.chunked_loss import TOKENS_PER_CHUNK, chunked_cross_entropy
@@ -274,18 +275,22 @@ def _mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
 def accumulate_gradients(loss_fn: ModelLoss, grad_accum_steps: int) -> ModelLoss:
     """Split the batch of a loss into microbatches that run one after another.
 
-    The loss is the mean over microbatches. Its gradient accumulates in the parameters' dtype. The
-    device holds the activations of one microbatch at a time, because each microbatch is
-    recomputed in the backward pass.
+    The loss, its gradient and its metrics are means over microbatches, weighted by the sum of the
+    microbatch's `mask`: those of the whole batch, for a loss that is a mean over what the mask
+    marks. The gradient accumulates in float32 (float64 for float64 parameters). The device holds
+    the activations of one microbatch at a time, because each microbatch is recomputed in the
+    backward pass.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`, both means over the rows.
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`, all of them means over the
+            rows, or over what `mask` marks. The metric `tokens` is a sum.
         grad_accum_steps: number of microbatches, a divisor of the number of rows. 1 returns
             `loss_fn` itself.
 
     Returns:
-        A loss of the same signature. Every microbatch has the same weight in the mean, also where
-        a mask gives the rows different weights.
+        A loss of the same signature. A batch without `mask` gives each microbatch the same weight.
+        A microbatch whose mask is 0 everywhere is not read, unless all of them are. A term of the
+        loss that ignores the mask, such as load balance, is weighted in the same way.
 
     Raises:
         ValueError: `grad_accum_steps` is below 1 or does not divide the number of rows.
@@ -316,20 +321,71 @@ def accumulate_gradients(loss_fn: ModelLoss, grad_accum_steps: int) -> ModelLoss
         return jnp.moveaxis(x.reshape(rows, grad_accum_steps, *x.shape[1:]), 1, 0)
 
     def accumulated(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        @jax.checkpoint
-        def micro_loss(params: chex.ArrayTree, microbatch: Batch) -> chex.ArrayTree:
-            return loss_fn(params, microbatch)
-
         microbatches = jax.tree.map(split, dict(batch))
-        types = jax.eval_shape(
-            lambda: micro_loss(params, jax.tree.map(lambda x: x[0], microbatches))
-        )
+        weights = jnp.ones(grad_accum_steps, jnp.float32)
+        if MASK in microbatches:
+            mask = microbatches[MASK]
+            weights = jnp.sum(mask, axis=range(1, mask.ndim), dtype=jnp.float32)
+            is_read = (weights > 0) | ~jnp.any(weights > 0)
+            weights = jnp.where(is_read, jnp.where(weights > 0, weights, 1), 0)
+            # An empty microbatch may hold NaN, which a weight of 0 would not remove.
+            places = jnp.where(is_read, jnp.arange(grad_accum_steps), jnp.argmax(is_read))
+            microbatches = jax.tree.map(lambda x: x[places], microbatches)
+        sums = jax.tree.map(_gradient_sum, params)
 
-        def add(total: chex.ArrayTree, microbatch: Batch) -> tuple[chex.ArrayTree, None]:
-            value = micro_loss(params, microbatch)
-            return jax.tree.map(lambda t, x: t + x / grad_accum_steps, total, value), None
+        @jax.checkpoint
+        def micro_loss(
+            params: chex.ArrayTree, sums: chex.ArrayTree, microbatch: Batch
+        ) -> chex.ArrayTree:
+            loss, aux = loss_fn(jax.tree.map(_add_gradient_to, params, sums), microbatch)
+            return loss, dict(aux or {})
+
+        types = jax.eval_shape(
+            lambda: micro_loss(params, sums, jax.tree.map(lambda x: x[0], microbatches))
+        )
+        is_sum = (False, {name: name == "tokens" for name in types[1]})
+
+        def add(
+            totals: chex.ArrayTree, step: tuple[jax.Array, Batch]
+        ) -> tuple[chex.ArrayTree, None]:
+            weight, microbatch = step
+            scales = jax.tree.map(lambda s: jnp.sign(weight) if s else weight, is_sum)
+            value = micro_loss(params, sums, microbatch)
+            return jax.tree.map(lambda t, s, x: t + s * x, totals, scales, value), None
 
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.result_type(x, jnp.float32)), types)
-        return jax.lax.scan(add, start, microbatches)[0]
+        totals, _ = jax.lax.scan(add, start, (weights, microbatches))
+        return jax.tree.map(lambda t, s: t if s else t / jnp.sum(weights), totals, is_sum)
 
     return accumulated
+
+
+# The gradient of a loop's constants accumulates in their dtype. A constant beside the parameter
+# gets the gradient, in float32 at least. A wide copy of a frozen parameter would take memory.
+
+
+@jax.custom_jvp
+def _gradient_sum(x: jax.Array) -> jax.Array:
+    """Return zeros that pass their gradient on to a parameter."""
+    return jnp.zeros(jnp.shape(x), _accurate_dtype(x))
+
+
+@_gradient_sum.defjvp
+def _(x: tuple[jax.Array], dx: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _gradient_sum(*x), dx[0].astype(_accurate_dtype(x[0]))
+
+
+@jax.custom_jvp
+def _add_gradient_to(x: jax.Array, total: jax.Array) -> jax.Array:
+    """Return a parameter whose gradient is added to that of `total`."""
+    return x
+
+
+@_add_gradient_to.defjvp
+def _(xs: tuple[jax.Array, jax.Array], d: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+    return xs[0], d[1].astype(jnp.result_type(xs[0]))
+
+
+def _accurate_dtype(x: Any) -> Any:
+    dtype = jnp.result_type(x)
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -69,7 +69,8 @@ class Cohort(_Fields):
         TypeError: a NumPy array is not numbers.
         ValueError: JAX cannot hold a value of a NumPy array, such as an int64 beyond int32 without
             `jax_enable_x64`. A larger `num_examples` is kept in float32. Or a NumPy array
-            `num_examples` has a value that is not finite, or a sum out of the range of float32.
+            `num_examples` has a value that is not finite, or a sum out of the range of float32. Or
+            a NumPy array `num_steps` has a value below 0 or above the steps of `batches`.
 
     Example:
         >>> import numpy as np
@@ -102,6 +103,8 @@ class Cohort(_Fields):
             fields = batches, num_examples, num_steps, client_ids, schedule
         if isinstance(num_examples, np.ndarray):
             _check_sum_of_weights(num_examples)
+        if isinstance(num_steps, np.ndarray) and num_steps.ndim == 1:
+            _check_num_steps(num_steps, batches)
         return tuple.__new__(cls, fields)  # faster than the method of NamedTuple
 
     @classmethod
@@ -220,6 +223,21 @@ def check_distinct_clients(
             f"{place} has the client {repeated[0]} more than once, expected each client once in a "
             "round: only one of its new states could be stored. Draw clients without replacement, "
             f"as fedpax.data.ClientSampler does. {remedy}"
+        )
+
+
+def _check_num_steps(num_steps: Any, batches: Any) -> None:
+    """Raise if a number of steps is negative, or above the steps of the batches."""
+    shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(batches)]
+    steps = [shape[1] for shape in shapes if len(shape) > 1 and shape[0] == len(num_steps)]
+    if not steps:  # the round checks the shapes
+        return
+    wrong = np.flatnonzero((num_steps < 0) | (num_steps > max(steps)))
+    if wrong.size:
+        raise ArgumentError(
+            f"cohort.num_steps[{wrong[0]}] is {num_steps[wrong[0]]}, expected from 0 to "
+            f"{max(steps)}, the number of steps (axis 1) of cohort.batches. Give each participant "
+            "the number of batches that it trains on; leave num_steps out if it is all of them."
         )
 
 

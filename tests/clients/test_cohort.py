@@ -53,7 +53,13 @@ def test_a_negative_count_is_0(counts, num_steps):
             {"client_ids": np.array([0, 1, 2**40])},
             r"client_ids has the value 1099511627776 \(int64",
         ),
-        ({"num_steps": np.array([1, 1, 2**32 + 1])}, r"num_steps has the value 4294967297"),
+        (
+            {
+                "num_steps": np.array([1, 1, 2**32 + 1]),
+                "batches": np.broadcast_to(np.float32(0), (3, 2**33, 1)),
+            },
+            r"num_steps has the value 4294967297",
+        ),
         ({"num_examples": np.array([1, 1, 1e300])}, r"num_examples has the value 1e\+300"),
         ({"batches": {"x": np.array([[2**31]])}}, r"batches\['x'\] has the value 2147483648"),
         ({"batches": {"x": np.array([[2**32]], np.uint64)}}, r"batches\['x'\].*4294967296"),
@@ -84,6 +90,20 @@ def test_weights_that_a_jitted_mean_would_lose_are_named(counts, words):
         Cohort(TARGETS, counts)
     with pytest.raises(ValueError, match=words):
         Cohort(TARGETS)._replace(num_examples=counts)
+
+
+@pytest.mark.parametrize(("client", "number"), [(2, 20), (0, -1)])
+def test_a_number_of_steps_that_the_batches_do_not_have_is_named(client, number):
+    num_steps = np.array([1, 0, 1])
+    cohort = Cohort(TARGETS, num_steps=num_steps)
+    wrong = np.where(np.arange(3) == client, number, num_steps)
+    words = rf"num_steps\[{client}\] is {number}, expected from 0 to 1, the number of steps"
+    with pytest.raises(ValueError, match=words):
+        Cohort({"x": TARGETS}, num_steps=wrong)
+    with pytest.raises(ValueError, match=words):
+        cohort._replace(num_steps=wrong)
+    rounds = jax.tree.map(lambda x: np.stack([x] * 2), cohort)  # its axis 1 is the clients
+    assert rounds.num_steps.shape == (2, 3)
 
 
 def test_weights_near_the_ends_of_the_range_are_used():

@@ -111,12 +111,15 @@ class ClientSampler:
         if self.weights is None:
             return
         weights = checked_cast(self.weights, np.float64, "weights")
-        if weights.shape != (self.num_clients,) or not np.all(
-            np.isfinite(weights) & (weights >= 0)
-        ):
+        if weights.shape != (self.num_clients,):
             raise ArgumentError(
                 f"weights has shape {list(weights.shape)}, expected one finite number of at least "
                 f"0 for each of the {self.num_clients} clients."
+            )
+        if len(wrong := np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))):
+            raise ArgumentError(
+                f"weights[{wrong[0]}], of client {wrong[0]}, is {weights[wrong[0]]:g}, expected a "
+                "finite number of at least 0. Give a client that is never to be drawn the weight 0."
             )
         if (positive := np.count_nonzero(weights)) < self.cohort_size:
             raise ArgumentError(

@@ -1,5 +1,6 @@
 """Placements: named groups of participants, active during tracing; the primitive of a program."""
 
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -80,25 +81,29 @@ def declare_placements(
             "fedpax.program() got no placement, expected at least one. Name the participants and "
             "their number: @fedpax.program(clients=1000)."
         )
+    entries = []
     for name, size in sizes.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise ArgumentError(
                 f"fedpax.program() got the placement name {name!r}, expected an identifier, "
                 "because the mesh axis has the same name. Use for example 'clients'."
             )
-        if isinstance(size, bool) or not isinstance(size, int):
+        try:
+            number = operator.index(repr(size) if isinstance(size, bool) else size)
+        except TypeError:
             raise ArgumentTypeError(
                 f"fedpax.program() got {name}={size!r} of type {type(size).__name__}, expected an "
                 "int that is known before tracing: a keyword that is not an option declares a "
                 f"placement and its size. Pass {name}=int(...)."
-            )
-        if size < 1:
+            ) from None
+        if number < 1:
             raise ArgumentError(
                 f"fedpax.program() got {name}={size}, expected at least one participant. If a "
                 "cohort is empty, skip the round."
             )
+        entries.append(ActivePlacement(Placement(name, number), chunk_size))
     check_chunk_size(chunk_size)
-    return tuple(ActivePlacement(Placement(name, size), chunk_size) for name, size in sizes.items())
+    return tuple(entries)
 
 
 def check_chunk_size(value: Any) -> None:

@@ -157,8 +157,14 @@ def test_sampling_from_a_huge_population_needs_no_memory_per_client():
         ({"num_clients": 10, "cohort_size": 11}, "In an experiment, set --cohort.size."),
         ({"num_clients": 0, "cohort_size": 1}, "take 0 or fewer"),
         ({"num_clients": 3, "cohort_size": 1, "weights": [1.0, 2.0]}, "each of the 3 clients"),
-        ({"num_clients": 2, "cohort_size": 1, "weights": [1.0, -2.0]}, "at least 0"),
-        ({"num_clients": 2, "cohort_size": 1, "weights": [1.0, np.nan]}, "finite"),
+        (
+            {"num_clients": 2, "cohort_size": 1, "weights": [1.0, -2.0]},
+            "weights[1], of client 1, is -2",
+        ),
+        (
+            {"num_clients": 2, "cohort_size": 1, "weights": [1.0, np.nan]},
+            "is nan, expected a finite",
+        ),
         ({"num_clients": 3, "cohort_size": 2, "weights": [1.0, 0.0, 0.0]}, "reduce cohort_size"),
     ],
 )

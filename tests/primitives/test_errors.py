@@ -111,6 +111,13 @@ def test_a_size_must_be_an_int(size):
         fedpax.program(clients=size)
 
 
+@pytest.mark.parametrize("size", [np.int64(4), np.uint8(4)])
+def test_a_size_can_be_an_integer_of_numpy(size):
+    total = fedpax.program(clients=size)(fedpax.federated_sum)
+    assert total(jnp.ones(4)) == 4
+    assert total.with_options(clients=size)(jnp.ones(4)) == 4
+
+
 def test_a_size_cannot_be_traced():
     with pytest.raises(TypeError, match=r"known before tracing"):
         jax.jit(lambda n: fedpax.program(clients=n)(lambda: federated_broadcast(1.0))())(3)

@@ -22,6 +22,7 @@ from fedpax.primitives._jax import (
     eliminate_dead_code,
 )
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs, num_bytes
+from fedpax.primitives.layout import describe_axis, find_mesh
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
@@ -191,8 +192,12 @@ def cost(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
         + memory.generated_code_size_in_bytes
         - memory.alias_size_in_bytes
     )
+    mesh = find_mesh(closed.in_avals)
     return Cost(
-        {name: counts.finish(name) for name, counts in counter.placements.items()},
+        {
+            name: dataclasses.replace(counts.finish(name), where=describe_axis(name, mesh))
+            for name, counts in counter.placements.items()
+        },
         server.number,
         peak,
         server.is_exact and all(p.flops.is_exact for p in counter.placements.values()),

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, aval_of, eliminate_dead_code
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs
+from fedpax.primitives.layout import describe_axis, find_mesh
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import federated_program_p
 from fedpax.transforms.inlining import inline, is_federated, placements_of
@@ -30,7 +32,8 @@ def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
         **kwargs: the keyword arguments of `program`; likewise.
 
     Returns:
-        One line per program, then one line per placement and phase with a loop: the number of maps
+        One line per program. With a mesh, one line per placement follows: the mesh axis that shards
+        its participants. Then one line per placement and phase with a loop: the number of maps
         and reductions in the loop, and its chunk size. Each stored value follows on its own line,
         with its type and the reason, and each state of clients that the loop reads and writes in
         the rows of a store. A line for each placed value that a mapped function closes
@@ -47,7 +50,8 @@ def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
           clients=4, phase 0: 1 map, 1 reduction, chunk_size=1; nothing is stored.
     """
     closed = jax.make_jaxpr(program)(*args, **kwargs)
-    lines = [line for eqn in _programs(closed.jaxpr) for line in _explain_program(eqn)]
+    mesh = find_mesh(closed.in_avals)
+    lines = [line for eqn in _programs(closed.jaxpr) for line in _explain_program(eqn, mesh)]
     return "\n".join(lines) or "This function calls no fedpax program."
 
 
@@ -61,8 +65,11 @@ def _programs(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from _programs(inner)
 
 
-def _explain_program(eqn: JaxprEqn) -> Iterator[str]:
+def _explain_program(eqn: JaxprEqn, mesh: AbstractMesh) -> Iterator[str]:
     yield f"program {eqn.params['name']}"
+    for placement in eqn.params["placements"]:
+        if where := describe_axis(placement.name, mesh):
+            yield f"  {placement.name}: {where}."
     yield from (f"  {line}" for line in _explain_jaxpr(eqn.params["jaxpr"]))
     for closure in placed_closures(eqn.params["jaxpr"], eqn.params["placements"]):
         yield f"  {closure.describe()}."

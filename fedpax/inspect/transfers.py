@@ -53,6 +53,7 @@ class PlacementCost:
         broadcast: the values that the participant receives.
         reduced: the values that it sends.
         flops: its floating-point operations, as `fedpax.inspect.cost.count_flops` counts them.
+        where: the mesh axis that shards the participants, in words. Default "": there is no mesh.
     """
 
     name: str
@@ -60,6 +61,7 @@ class PlacementCost:
     broadcast: tuple[Transfer, ...]
     reduced: tuple[Transfer, ...]
     flops: float
+    where: str = ""
 
     @property
     def broadcast_bytes(self) -> int:
@@ -135,7 +137,8 @@ def _table(placement: PlacementCost) -> list[str]:
         f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip()
         for a, b, c, d in rows
     ]
-    return [f"{placement.name}: {placement.size:,} participants", *lines]
+    where = f", {placement.where}" if placement.where else ""
+    return [f"{placement.name}: {placement.size:,} participants{where}", *lines]
 
 
 def sent_values(placed: PlacedValues, names: Names, executions: int) -> list[Transfer]:

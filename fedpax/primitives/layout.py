@@ -45,6 +45,15 @@ def find_mesh(avals: Iterable[Any]) -> AbstractMesh:
     return next((m for m in (mesh, *others) if not m.empty), mesh)
 
 
+def describe_axis(placement: str, mesh: AbstractMesh) -> str:
+    """Describe the axis of a mesh that has a placement's name; empty without a mesh."""
+    if mesh.empty:
+        return ""
+    if placement in mesh.axis_names:
+        return f"on the mesh axis {placement!r} of size {mesh.shape[placement]}"
+    return f"not on the mesh, whose axes are {', '.join(mesh.axis_names)}"
+
+
 def check_placement_divisible(placement: Placement) -> None:
     """Raise a ValueError if the placement's mesh axis does not divide its size."""
     axis = mesh_axis(placement)

@@ -119,7 +119,7 @@ def warn_of_placed_closures(
         "Pass the value to federated_map() as an argument, or pass federated_broadcast(value) if "
         "every participant is to read it.",
         PlacedClosureWarning,
-        stacklevel=_levels_to_user(),
+        stacklevel=levels_to_user(),
     )
 
 
@@ -132,7 +132,7 @@ def _marks_closure(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _levels_to_user() -> int:
+def levels_to_user() -> int:
     """Return the stack level of the innermost caller outside of fedpax and JAX."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None:

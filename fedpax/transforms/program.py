@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives._jax import ClosedJaxpr, trace
@@ -41,7 +43,7 @@ from fedpax.primitives.user_functions import (
     resolve_static,
     split_static,
 )
-from fedpax.transforms.placed_closures import warn_of_placed_closures
+from fedpax.transforms.placed_closures import levels_to_user, warn_of_placed_closures
 from fedpax.transforms.streaming import run_streamed
 
 OPTIONS = ("placements", "chunk_size", "static_argnums", "static_argnames")
@@ -107,7 +109,8 @@ def program(
 
     The decorated function takes and returns pytrees of arrays. It can be jitted, differentiated,
     batched, and called in other programs. If a mesh axis has the name of a placement, that axis
-    shards the participants.
+    shards the participants. If none has, each device computes all participants: `fedpax.explain`
+    states the axis of each placement, and a similar name, such as `client`, gives a UserWarning.
 
     Args:
         unparenthesized: not an option; it detects `@fedpax.program` without parentheses.
@@ -206,7 +209,7 @@ def program(
 
 def _check_is_no_option(name: str, value: Any) -> None:
     """Raise a TypeError if a keyword that would declare a placement looks like an option."""
-    is_size = isinstance(value, int) and not isinstance(value, bool)
+    is_size = hasattr(value, "__index__") and not isinstance(value, bool)
     close = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.75 if is_size else 0.6)
     words = SETTING_WORDS.intersection(name.lower().split("_"))
     if not close and not words:
@@ -270,7 +273,9 @@ def _call(
 
     avals = list(map(jax.typeof, leaves))
     types, types_by_name = jax.tree.unflatten(structure, avals)
-    with jax.sharding.use_abstract_mesh(find_mesh(avals)):
+    mesh = find_mesh(avals)
+    _warn_of_similar_axis(name, mesh, [e.placement for e in (*enclosing, *entries)])
+    with jax.sharding.use_abstract_mesh(mesh):
         for entry in entries:
             check_placement_divisible(entry.placement)
         jaxpr, closed_over = trace(named_like(fn, run, static), *types, **types_by_name)
@@ -291,6 +296,25 @@ def _call(
             # Only then, because it takes as long again.
             return _call(fn, entries, static, args, kwargs, check_means=True)
     return jax.tree.unflatten(out_trees[0], outputs)
+
+
+def _warn_of_similar_axis(
+    program: str, mesh: AbstractMesh, placements: Sequence[Placement]
+) -> None:
+    """Warn if the mesh shards no placement, and an axis has almost the name of one."""
+    sizes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    axes = [axis for axis, size, kind in sizes if size > 1 and kind != AxisType.Manual]
+    if any(placement.name in mesh.axis_names for placement in placements):
+        return
+    for name, size in placements:
+        if close := difflib.get_close_matches(name, axes, n=1, cutoff=0.75):
+            warnings.warn(
+                f"program {program}: the mesh has an axis {close[0]!r} and none named {name!r}, so "
+                f"each device computes all {size} {name}. Give the axis the placement's name: "
+                f"fedpax.make_mesh({name}={mesh.shape[close[0]]}).",
+                stacklevel=levels_to_user(),
+            )
+            return
 
 
 def _check_hashable(

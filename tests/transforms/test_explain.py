@@ -1,6 +1,7 @@
 """`explain` lists the loops of a program and the stored values."""
 
 import re
+import warnings
 
 import jax
 import jax.experimental
@@ -68,6 +69,31 @@ def test_explain_numbers_the_phases_that_have_a_loop():
 
     text = fedpax.explain(fedpax.program(clients=N)(program), WEIGHTS)
     assert re.findall(r"phase (\d+)", text) == ["0", "1"], text
+
+
+def report_on(sizes, **axes):
+    """Explain a program on a mesh, and return the first line of its costs and the warnings too."""
+    average = fedpax.program(**sizes)(lambda x: federated_mean(federated_map(jnp.sin, x)))
+    shape = jax.ShapeDtypeStruct(tuple(sizes.values()), "float32")
+    with warnings.catch_warnings(record=True) as caught, jax.set_mesh(fedpax.make_mesh(**axes)):
+        warnings.simplefilter("always")
+        explained, costs = fedpax.explain(average, shape), str(fedpax.cost(average, shape))
+    return explained.splitlines()[1], costs.splitlines()[0], [str(w.message) for w in caught]
+
+
+def test_the_mesh_axis_of_a_placement_is_stated_and_a_similar_name_warns():
+    explained, costs, warned = report_on({"clients": 16}, client=8)
+    assert explained == "  clients: not on the mesh, whose axes are client."
+    assert costs == "clients: 16 participants, not on the mesh, whose axes are client"
+    words = "an axis 'client' and none named 'clients', so each device computes all 16 clients"
+    assert all(words in text and "make_mesh(clients=8)" in text for text in warned) and warned
+    explained, costs, warned = report_on({"clients": 16}, clients=4, fsdp=2)
+    assert explained == "  clients: on the mesh axis 'clients' of size 4." and not warned
+    assert costs == "clients: 16 participants, on the mesh axis 'clients' of size 4"
+    for legal in ({"fsdp": 8}, {"islands": 4, "fsdp": 2}, {"clients": 2, "client": 4}):
+        assert not report_on({"clients": 16}, **legal)[2]
+    with jax.set_mesh(fedpax.make_mesh(client=1, devices=jax.devices()[:1])):
+        fedpax.explain(fedpax.program(clients=2)(federated_mean), jnp.ones(2))
 
 
 def test_explain_of_a_function_without_programs():

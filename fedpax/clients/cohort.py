@@ -228,7 +228,7 @@ def check_distinct_clients(
 
 def _check_num_steps(num_steps: Any, batches: Any) -> None:
     """Raise if a number of steps is negative, or above the steps of the batches."""
-    shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(batches)]
+    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(batches)]
     steps = [shape[1] for shape in shapes if len(shape) > 1 and shape[0] == len(num_steps)]
     if not steps:  # the round checks the shapes
         return

@@ -88,8 +88,9 @@ def declare_placements(
                 f"fedpax.program() got the placement name {name!r}, expected an identifier, "
                 "because the mesh axis has the same name. Use for example 'clients'."
             )
+        integer: Any = None if isinstance(size, bool) else size
         try:
-            number = operator.index(repr(size) if isinstance(size, bool) else size)
+            number = operator.index(integer)
         except TypeError:
             raise ArgumentTypeError(
                 f"fedpax.program() got {name}={size!r} of type {type(size).__name__}, expected an "

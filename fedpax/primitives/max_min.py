@@ -128,7 +128,7 @@ def _jvp_with_set(with_set_p, primals, tangents, *, placement):
     out, *attained = with_set_p.bind(x, *words, placement=placement)
     if is_zero(t):
         return [out, *attained], [zero_tangent(a) for a in (out, *attained)]
-    ties = sum(map(jax.lax.population_count, attained))
+    ties = functools.reduce(operator.add, map(jax.lax.population_count, attained))
     own = [
         append_axes(w, x) & broadcast(a, placement) for w, a in zip(words, attained, strict=True)
     ]

@@ -128,11 +128,14 @@ def write_huggingface(
         for name in _TOKENIZER_FILES:
             if (file.parent / name).is_file():
                 shutil.copyfile(file.parent / name, folder / name)
-        if end_of_document is not None:
-            _add_entry(folder / "tokenizer_config.json", "eos_token", end_of_document)
-            number = load_tokenizer(tokenizer, end_of_document=end_of_document).separator
-            _add_entry(folder / CONFIG, SOURCES[CONFIG], number)
-        elif (named := named_end(file)) is not None and named[0].name == CONFIG:
+        named = named_end(file)
+        if end_of_document is not None or named is None:
+            # The token that separated documents in the training, also where a rule found it.
+            loaded = load_tokenizer(tokenizer, end_of_document=end_of_document)
+            if loaded.end_of_document is not None:
+                _add_entry(folder / "tokenizer_config.json", "eos_token", loaded.end_of_document)
+            _add_entry(folder / CONFIG, SOURCES[CONFIG], loaded.separator)
+        elif named[0].name == CONFIG:
             _add_entry(folder / CONFIG, SOURCES[CONFIG], named[1])
 
 

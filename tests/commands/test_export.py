@@ -76,7 +76,7 @@ def test_the_tokenizer_and_the_files_beside_it_are_exported(
     train_tokenizer(["to be or not"], vocab_size=257, path=path)
     if name == "tokenizer.model":
         path.write_bytes(b"\nmodel")  # SentencePiece's; it is only copied
-    (path.parent / "tokenizer_config.json").write_text("{}")
+    (path.parent / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
     status, output, _ = command(
         "export", f"--job_log_dir={text}", f"--out={tmp_path}/new", f"--data.tokenizer={path}"
     )
@@ -104,6 +104,24 @@ def test_an_exported_folder_names_the_token_that_ends_a_document(tmp_path: Path)
         write_huggingface(out, config, params, tokenizer=str(path), end_of_document=given)
         assert load_tokenizer(str(out / "tokenizer.json")).separator == expected.separator
         assert json.loads((out / "config.json").read_text())["eos_token_id"] == expected.separator
+
+
+def test_an_exported_tokenizer_begins_a_document_as_the_training_does(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    config = TransformerConfig(num_layers=1, vocab_size=300, scale_embeddings=False)
+    params = transformer(config).init(jax.random.key(0))
+    path = tmp_path / "tokenizer.json"
+    train_tokenizer(["to be or not"], vocab_size=258, path=path)
+    out = tmp_path / "out"
+    write_huggingface(out, config, params, tokenizer=str(path), end_of_document=None)
+    trained = load_tokenizer(str(path))  # whose only special token separates documents
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == trained.separator
+    named = json.loads((out / "tokenizer_config.json").read_text())["eos_token"]
+    assert named == trained.end_of_document
+    # The page's line: the token, then the prompt, as `fedpax generate` begins a document.
+    exported = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    expected = [trained.separator, *trained.encode("to be").tolist()]
+    assert exported.encode(named + "to be").ids == expected
 
 
 def test_a_missing_package_is_named_without_a_traceback(

@@ -74,6 +74,9 @@ def test_leaf(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"users": ["u", "u"], "user_data": {"u": {"x": [0, 1]}}}')
     with pytest.raises(ValueError, match="in 'users' more than once"):  # its examples were twice
         load(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text('{"users": ["u"], "user_data": {"u": {"x": [0]}, "v": {}}}')
+    with pytest.raises(ValueError, match="user 'v' is in 'user_data' and not in 'users'"):
+        load(tmp_path / "a.json")
 
 
 def test_long_lines(tmp_path: Path) -> None:

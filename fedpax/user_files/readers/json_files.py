@@ -238,6 +238,10 @@ def read_leaf(content: Mapping[str, Any]) -> pa.Table:
         )
     if len({*users}) < len(users):
         raise ArgumentError("a user is in 'users' more than once, expected each user once")
+    if unlisted := user_data.keys() - {*users}:
+        raise ArgumentError(
+            f"user {min(unlisted)!r} is in 'user_data' and not in 'users', expected all users there"
+        )
     fields: dict[str, list[Any]] = {name: [] for user in users for name in user_data[user]}
     clients: list[str] = []
     num_samples = dict(zip(users, content.get("num_samples") or (), strict=False))

@@ -42,7 +42,8 @@ class OptimizerConfig(CheckedConfig):
         restart_factor: "warm_restarts": length of a cycle divided by the previous length.
         b1: decay rate of the first moment, or of the momentum.
         b2: decay rate of the second moment.
-        weight_decay: decoupled weight decay, multiplied by the learning rate.
+        weight_decay: decoupled weight decay, multiplied by the learning rate, of all parameters,
+            scales of norms and embeddings included.
         grad_clip_norm: largest global norm of the gradient; inf disables clipping.
 
     Raises:

@@ -303,6 +303,12 @@ class TextExperiment(LanguageModelExperiment):
 
     def _check_divisibility(self, mesh: Mapping[str, int]) -> None:
         """Check that mesh axes divide the sizes they shard, so that no devices repeat work."""
+        microbatches, rows = self.loss.grad_accum_steps, self.data.batch_size
+        if rows % microbatches:
+            raise ArgumentError(
+                f"--loss.grad_accum_steps={microbatches} does not divide --data.batch_size={rows}. "
+                "Change one of the two numbers."
+            )
         for name, size, axes in self.sharded_sizes():
             shards = math.prod(mesh.get(axis, 1) for axis in axes)
             if size % shards:

@@ -66,7 +66,10 @@ def _weights_folder(config: TransformerConfig) -> str:
 
 def check_architecture(config: TransformerConfig, stored: TransformerConfig) -> None:
     """Check that a configuration describes the model that the folder `config.weights` has."""
-    if names := differing_fields(config, stored):
+    if differing := differing_fields(config, stored):
+        # A default that other fields decide is no flag to leave out.
+        is_given = [name for name in differing if getattr(config, name) != getattr(stored, name)]
+        names = is_given or differing
         differences = ", ".join(
             f"--model.{name}={getattr(config, name)} (in the folder: {getattr(stored, name)})"
             for name in names

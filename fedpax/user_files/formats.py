@@ -214,7 +214,11 @@ SUFFIX_REMEDIES = {
     **dict.fromkeys(
         (".zip", ".7z", ".rar", ".tgz"), "Extract the archive, and name the files in it"
     ),
-    **dict.fromkeys((".txt", ".dat"), "Rename a table to .csv, and set delimiter="),
+    **dict.fromkeys(
+        (".txt", ".dat"),
+        'Rename a table to .csv, and set delimiter=. Write texts as .jsonl, one {"text": "..."} in '
+        "each line",
+    ),
     ".dta": "Read it with pandas.read_stata, and pass the table",
     ".sav": "Read it with pandas.read_spss, and pass the table",
     ".sas7bdat": "Read it with pandas.read_sas, and pass the table",

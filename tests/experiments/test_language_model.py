@@ -85,13 +85,19 @@ def test_each_device_reads_its_part_of_the_weights(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["--model.num_layers=3", "--model.rope_base=7.0"], ["--model.vocab_size=300"]]
+    "flags",
+    [
+        ["--model.num_layers=3", "--model.rope_base=7.0"],
+        ["--model.vocab_size=300"],
+        ["--model.embed_dim=128"],  # and so the default of head_dim
+    ],
 )
 def test_flags_that_contradict_the_folder_raise(folder: Path, flags: list[str]) -> None:
     with pytest.raises(ValueError, match=r"has another model: .*Leave out these flags") as raised:
         configure("pretrain_text", [f"--model.weights={folder}", *flags])
     for flag in flags:
         assert f"{flag} (in the folder: " in str(raised.value)
+    assert "None" not in str(raised.value)
 
 
 def test_a_configuration_in_python_that_contradicts_the_folder_raises(folder: Path) -> None:

@@ -127,3 +127,13 @@ def test_a_run_resumes_with_another_number_of_islands(
     assert (position["rounds"], position["rows"]) == (4, (2 * 2 + 2 * 4) * rows_of_island)
     losses = [line["loss"] for line in select(read_metrics(tmp_path), "evaluation")]
     assert losses[3] < losses[1]
+
+
+def test_microbatches_that_do_not_divide_the_rows_raise_before_the_text_is_read() -> None:
+    experiment = dataclasses.replace(
+        pretrain.pretrain_text(),
+        data=TextConfig(batch_size=8, dataset="missing/*.jsonl"),
+        loss=LossConfig(grad_accum_steps=3),
+    )
+    with pytest.raises(ValueError, match=r"grad_accum_steps=3 does not divide --data.batch_size=8"):
+        experiment.build()

@@ -50,6 +50,7 @@ def _zipped(name: str) -> bytes:
         ("a.xlsx", _zipped("xl/workbook.xml"), r"suffix '.xlsx', .*Save it as CSV in UTF-8"),
         ("a.csv.zip", _zipped("a.csv"), r"suffix '.zip', .*Extract the archive"),
         ("a.txt", _TABLE.encode(), r"suffix '.txt', .*Rename a table to .csv, and set delimiter="),
+        ("a.txt", b"A text.\n", r'Write texts as .jsonl, one {"text": "..."} in each line'),
         (
             "a.csv",
             ("# of 2024\n\n" + _TABLE).encode(),

@@ -25,6 +25,8 @@ from fedpax.processes.communication import gather_json
 from fedpax.run_files.evaluations import STOP, Evaluations
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import CHECKPOINTS, complete_rounds
+from fedpax.training.experiment import HeldoutMetrics, Run
+from fedpax.training.logging import as_floats
 from fedpax.training.prefetch import put_on_mesh
 from fedpax.training.training_config import TrainingConfig
 from fedpax.transforms.program import program
@@ -286,6 +288,12 @@ def _check_mask(function: str, name: str, batch: Any) -> None:
 # ---- after evaluations: keep the best model, and end a run that no longer improves
 
 
+def heldout_metrics(run: Run, state: Any) -> HeldoutMetrics:
+    """Evaluate the state of a run: the server's model, and the participants' own."""
+    metrics = run.evaluate(state.params)
+    return metrics if run.evaluate_state is None else {**metrics, **run.evaluate_state(state)}
+
+
 class EarlyStop:
     """Decides after evaluations what to save, and when to stop; all processes decide the same."""
 
@@ -308,6 +316,14 @@ class EarlyStop:
         # A better model may not have been kept, if `keep_best` was set later.
         self._saved = among(kept, saved, training.keep_best)
         self._keep(self._saved.best_round)
+
+    def check_metric(self, evaluate: Callable[[], HeldoutMetrics]) -> None:
+        """Check that an evaluation has the metric `keep_best`, before a round is trained."""
+        # The first model is evaluated for it, unless an evaluation had it. All have a loss.
+        kept, keep_best = self._evaluations, self._training.keep_best
+        if keep_best is None or kept.metric.name == "loss" or kept.best_round or kept.waited:
+            return
+        Evaluations((), keep_best, 0).add(0, as_floats(evaluate())[0])
 
     def _keep(self, round_number: int) -> None:
         self._retention.best.clear()

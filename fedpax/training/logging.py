@@ -133,7 +133,7 @@ class RoundLogger:
 
     def log_evaluation(self, round_number: int, metrics: HeldoutMetrics) -> dict[str, float]:
         """Log the metrics on held-out data."""
-        floats, vectors = _as_floats(metrics)
+        floats, vectors = as_floats(metrics)
         values = floats | self._counts(round_number) | line_values(self._goodput.seconds())
         self._metrics.write("evaluation", round_number, values, vectors)
         self._progress.show_evaluation(round_number, floats)
@@ -181,7 +181,8 @@ def _split(metrics: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, np.n
     return {k: np.asarray(v).item() for k, v in with_quantiles(metrics).items()}, vectors
 
 
-def _as_floats(values: HeldoutMetrics) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+def as_floats(values: HeldoutMetrics) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Check what `Run.evaluate` returns; return its numbers, and its arrays."""
     if not isinstance(values, Mapping):
         raise ArgumentError(
             f"Run.evaluate returns a {type(values).__name__}, expected a dict of metrics with the "

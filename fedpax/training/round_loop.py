@@ -22,7 +22,7 @@ from fedpax.run_files.goodput import GoodputClock, line_values
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.training.compiled_round import CompiledLengths, CompiledRound, compile_round, init_state
 from fedpax.training.diagnostics import Profile
-from fedpax.training.evaluation import EarlyStop
+from fedpax.training.evaluation import EarlyStop, heldout_metrics
 from fedpax.training.experiment import Run
 from fedpax.training.logging import RoundLogger
 from fedpax.training.prefetch import Prefetch, put_on_mesh
@@ -103,6 +103,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         if state is None:
             self._restart_from_checkpoint()
         else:
+            self._early_stop.check_metric(functools.partial(heldout_metrics, self._run, state))
             self._open(state)
 
     def _read_metrics(self) -> None:
@@ -338,9 +339,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         """Evaluate; return whether to save the model as the best one so far."""
         self._logger.flush()
         self._clock.enter("evaluate")
-        metrics = self._run.evaluate(self._state.params)
-        if self._run.evaluate_state is not None:
-            metrics = {**metrics, **self._run.evaluate_state(self._state)}
+        metrics = heldout_metrics(self._run, self._state)
         self.evaluation = self._logger.log_evaluation(self.done, metrics)
         is_best = self._early_stop.add(self.done, self.evaluation)
         self._clock.enter("step")

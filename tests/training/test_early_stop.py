@@ -28,7 +28,7 @@ from fedpax.training.training_config import TrainingConfig
 
 NAN = math.nan
 #           round   1    2    3    4    5    6    7    8    9   10   11   12
-LOSSES = (0.0, 9.0, 5.0, 6.0, 4.0, NAN, 4.5, 4.0, 4.2, 3.0, 3.5, 3.6, 3.7)
+LOSSES = (9.5, 9.0, 5.0, 6.0, 4.0, NAN, 4.5, 4.0, 4.2, 3.0, 3.5, 3.6, 3.7)
 
 
 class Count(NamedTuple):
@@ -207,5 +207,6 @@ def test_wrong_settings_raise(settings: dict[str, Any], words: str) -> None:
 def test_an_unknown_metric_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"no metric 'acc', expected one of loss, accuracy"):
         train(counted(keep_best="acc"), folder)
+    assert not folder.exists()  # before the first round
     with pytest.raises(ValueError, match=r"round_number=3 and best=True"):
         load_params(folder, 3, best=True)

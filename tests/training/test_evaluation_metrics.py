@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedpax.training.evaluation import map_examples
-from fedpax.training.logging import _as_floats
+from fedpax.training.logging import as_floats
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ from fedpax.training.logging import _as_floats
 )
 def test_a_metric_that_is_no_number_is_named(metrics: dict[Any, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
-        _as_floats({"loss": 0.5} | metrics)
+        as_floats({"loss": 0.5} | metrics)
 
 
 def test_numbers_of_any_kind_are_floats_and_vectors_have_quantiles() -> None:
     values = {"loss": np.float32(0.5), "count": 3, "flag": True, "nan": np.nan, "v": np.arange(3.0)}
-    floats, vectors = _as_floats(values)
+    floats, vectors = as_floats(values)
     assert floats["loss"] == 0.5 and floats["count"] == 3 and np.isnan(floats["nan"])
     assert floats["v/p50"] == 1.0 and vectors["v"].tolist() == [0, 1, 2]
 

@@ -222,6 +222,7 @@ class TrainingRounds:
         self._give_up_after = give_up_after
         self.done = self._saved = done
         self.gave_up = False  # because no syncer answers
+        self._has_told_lead = False
 
     def train(self, data: ShardPrefetch, *frozen: Any) -> None:
         """Train until the syncer has finished, a signal asks to stop, or no syncer answers."""
@@ -250,6 +251,11 @@ class TrainingRounds:
                 return False
             reports.append(island.train(batches, phase * self._parts.steps_per_sync, *frozen))
         self.done += 1
+        if not self._has_told_lead:
+            merged = island.status.merges // len(island.ledger.fragments)
+            if note := describe_lead(self.done, merged, self._experiment.training.rounds):
+                self._has_told_lead = True
+                self._progress.note(note)
         self._log.add(self.done, _mean([report.metrics for report in reports]), waited)
         return True
 
@@ -261,6 +267,16 @@ class TrainingRounds:
         state = self._island.state
         self._checkpoints.save(self.done, state, position, to_json(self._experiment))
         self._saved = self.done
+
+
+def describe_lead(done: int, merged: int, rounds: int) -> str | None:
+    """Tell that an island is far ahead of its syncer, whose rounds end the run; None: it is not."""
+    if done < 10 or done < 2 * merged:
+        return None
+    return (
+        f"its round {done} is far ahead of the syncer's round {merged}: the run ends with round "
+        f"{rounds} of the syncer, but this island's learning-rate schedule with its own"
+    )
 
 
 def wait_for_merge(

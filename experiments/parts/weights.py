@@ -28,7 +28,8 @@ from fedpax.training.experiment import StoredParams, with_frozen_argument
 
 TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 # Files that transformers reads beside the tokenizer's.
-_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "generation_config.json")
 
 
 def stored_weights(config: TransformerConfig, shapes: Params) -> StoredParams:
@@ -131,15 +132,13 @@ def write_huggingface(
         for name in _TOKENIZER_FILES:
             if (file.parent / name).is_file():
                 shutil.copyfile(file.parent / name, folder / name)
-        named = named_end(file)
-        if end_of_document is not None or named is None:
+        named = None if end_of_document is not None else named_end(file)
+        if named is None or named[0].name != TOKENIZER_CONFIG:
             # The token that separated documents in the training, also where a rule found it.
             loaded = load_tokenizer(tokenizer, end_of_document=end_of_document)
             if loaded.end_of_document is not None:
-                _add_entry(folder / "tokenizer_config.json", "eos_token", loaded.end_of_document)
+                _add_entry(folder / TOKENIZER_CONFIG, "eos_token", loaded.end_of_document)
             _add_entry(folder / CONFIG, SOURCES[CONFIG], loaded.separator)
-        elif named[0].name == CONFIG:
-            _add_entry(folder / CONFIG, SOURCES[CONFIG], named[1])
 
 
 def _add_entry(path: Path, name: str, value: str | int) -> None:

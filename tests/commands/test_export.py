@@ -104,6 +104,8 @@ def test_an_exported_folder_names_the_token_that_ends_a_document(tmp_path: Path)
         write_huggingface(out, config, params, tokenizer=str(path), end_of_document=given)
         assert load_tokenizer(str(out / "tokenizer.json")).separator == expected.separator
         assert json.loads((out / "config.json").read_text())["eos_token_id"] == expected.separator
+        named = json.loads((out / "tokenizer_config.json").read_text())["eos_token"]
+        assert named == expected.end_of_document
 
 
 def test_an_exported_tokenizer_begins_a_document_as_the_training_does(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ def test_num_steps_of_all_steps_equals_no_num_steps():
     state = method.init(jax.tree.map(jnp.asarray, params))
     step = jax.jit(method.round)
     wanted = step(state, Cohort(batches, weights))
-    for steps in (STEPS, STEPS + 5):
-        assert_close(step(state, Cohort(batches, weights, np.full(PARTICIPANTS, steps))), wanted)
+    for steps in (np.full(PARTICIPANTS, STEPS), jnp.full(PARTICIPANTS, STEPS + 5)):
+        assert_close(step(state, Cohort(batches, weights, steps)), wanted)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3])

@@ -62,7 +62,7 @@ def test_programs_of_threads_do_not_see_each_other() -> None:
             text = fedpax.explain(step, 0.5, x)
             sizes = {name: each.size for name, each in fedpax.cost(step, 0.5, x).placements.items()}
         np.testing.assert_allclose(mean, np.sin(0.5 * x).mean(0), rtol=1e-5)
-        return text.splitlines()[1].split(",")[0].strip(), sizes
+        return text.splitlines()[2].split(",")[0].strip(), sizes
 
     result = in_threads([lambda: use("clients", 4, None), lambda: use("islands", 2, 1)])
     assert result == [("clients=4", {"clients": 4}), ("islands=2", {"islands": 2})]

@@ -247,7 +247,7 @@ def test_the_schedule_follows_a_stream_that_is_moved():
 
         def __next__(self):
             self.round += 1
-            return Cohort(np.full((1, 1), self.round - 1))
+            return Cohort(np.full(1, self.round - 1))
 
         def get_state(self):
             return {"round": self.round}

@@ -23,7 +23,10 @@ from fedpax.algorithms.parts.arrivals import (
 )
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
-from fedpax.algorithms.parts.participation import without_absent
+from fedpax.algorithms.parts.participation import (
+    with_reported,
+    without_absent,
+)
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.clients import ArrivalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -192,6 +195,6 @@ def async_diloco(
             None if positions is None else federated_max(positions),
         )
         after = AsyncDiLoCoState(params, outer_state, local_params, inner_state, combined.state)
-        return after, metrics | combined.mean_metrics()
+        return after, with_reported(metrics, combined.mean_metrics())
 
     return FederatedAlgorithm(init, async_diloco_round)

@@ -29,7 +29,10 @@ from fedpax.algorithms.parts.inner_steps import (
     make_inner_steps,
 )
 from fedpax.algorithms.parts.method_checks import check_optimizer
-from fedpax.algorithms.parts.participation import mean_metrics
+from fedpax.algorithms.parts.participation import (
+    mean_metrics,
+    with_reported,
+)
 from fedpax.algorithms.parts.server import given_aggregator, outer_sgd
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.algorithms.streaming_diloco import StreamingDiLoCoState, streaming_diloco
@@ -179,7 +182,8 @@ def decoupled_diloco(
         state, inner_reports = jax.lax.optimization_barrier((state, inner_reports))
         metrics = mean_metrics(*federated_map(average_reports, inner_reports), server.aggregator)
         metrics["participants"] = sum(present[1:], start=present[0]) / len(present)
-        return state, metrics | jax.tree.map(lambda *m: sum(m) / len(m), *reports)
+        means = jax.tree.map(lambda *m: sum(m) / len(m), *reports)
+        return state, with_reported(metrics, means)
 
     def decoupled_diloco_round(
         state: StreamingDiLoCoState, cohort: Cohort

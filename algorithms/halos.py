@@ -27,7 +27,10 @@ from fedpax.algorithms.parts.arrivals import (
 )
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
-from fedpax.algorithms.parts.participation import without_absent
+from fedpax.algorithms.parts.participation import (
+    with_reported,
+    without_absent,
+)
 from fedpax.algorithms.parts.tree_arithmetic import select, subtract, weighted_sum
 from fedpax.checks import FRACTION
 from fedpax.clients import RegionalOrder
@@ -233,7 +236,7 @@ def halos(
         after = HALoSState(
             x, global_state, region_states, local_params, inner_state, combined.state
         )
-        return after, metrics | combined.mean_metrics()
+        return after, with_reported(metrics, combined.mean_metrics())
 
     return FederatedAlgorithm(init, halos_round)
 

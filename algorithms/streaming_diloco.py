@@ -27,7 +27,12 @@ from fedpax.algorithms.parts.inner_steps import (
     make_inner_steps,
 )
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
-from fedpax.algorithms.parts.participation import mean_metrics, participant_weights, without_absent
+from fedpax.algorithms.parts.participation import (
+    mean_metrics,
+    participant_weights,
+    with_reported,
+    without_absent,
+)
 from fedpax.algorithms.parts.server import (
     as_floats,
     given_aggregator,
@@ -207,7 +212,8 @@ def streaming_diloco(
         averages = federated_map(lambda island: average_reports(island).metrics, reports)
         metrics = mean_metrics(averages, weights, server.aggregator)
         total = jax.tree.map(_sum, *aggregator_reports)
-        return state, metrics | jax.tree.map(lambda value: value / len(parts), total)
+        means = jax.tree.map(lambda value: value / len(parts), total)
+        return state, with_reported(metrics, means)
 
     return FederatedAlgorithm(init, streaming_diloco_round)
 

@@ -214,6 +214,16 @@ def mean_metrics(metrics: Metrics, weights: Weights, aggregator: Aggregator) -> 
     return means | {NON_FINITE_PARTICIPANTS: count}
 
 
+def with_reported(metrics: Metrics, reported: Metrics) -> Metrics:
+    """Join the participants' mean metrics and those of an aggregator, which have other names."""
+    if both := sorted(metrics.keys() & reported.keys()):
+        raise ArgumentError(
+            f"loss_fn returned a metric called {both[0]!r}, the name under which the aggregator "
+            "reports its own. Rename it."
+        )
+    return {**metrics, **reported}
+
+
 def rematerialized_map(
     fn: Callable[..., chex.ArrayTree], *args: chex.ArrayTree, chunk_size: ChunkSize
 ) -> chex.ArrayTree:

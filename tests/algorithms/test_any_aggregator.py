@@ -139,6 +139,27 @@ def test_a_round_keeps_the_types_of_the_state(name: str, dtype: Any):
         assert all(metric.shape == () for metric in metrics.values()), combined
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_metric_of_the_loss_that_the_aggregator_reports_too_raises(name):
+    plain = mean()
+
+    def aggregate(*arguments):
+        average, state, _ = plain.aggregate(*arguments)
+        return average, state, {"bias": jnp.float32(0)}
+
+    algorithm = METHODS[name](aggregator=plain._replace(aggregate=aggregate))
+    params = {"kernel": jnp.ones((5, 2)), "bias": jnp.zeros(2)}
+    if name == "hypcluster":
+        params = jax.tree.map(lambda p: jnp.stack([p, -p]), params)
+    shape = (N, STEPS, 4)
+    batches = {"x": jnp.ones((*shape, 5)), "y": jnp.ones((*shape, 2))}
+    fields = () if "diloco" in name else (np.arange(1, N + 1), None, np.arange(N))
+    with pytest.raises(ValueError, match="loss_fn returned a metric called 'bias'"):
+        jax.eval_shape(
+            algorithm.round, jax.eval_shape(algorithm.init, params), Cohort(batches, *fields)
+        )
+
+
 @pytest.mark.parametrize(
     "aggregator",
     [mean(), quantized_mean(4), compressed_mean(codecs.top_k(1 / 4), error_feedback=True)],

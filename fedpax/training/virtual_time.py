@@ -65,7 +65,7 @@ class ScheduledRounds:
 
     Example:
         >>> from fedpax.data import token_rounds
-        >>> sizes = dict(islands=1, local_steps=1, batch_size=1, seq_len=4)
+        >>> sizes = dict(islands=1, local_steps=2, batch_size=1, seq_len=4)
         >>> stream = ScheduledRounds(
         ...     token_rounds([{"text": "to be"}], **sizes),
         ...     lambda cohort, r: cohort._replace(num_steps=np.array([r])),

@@ -121,39 +121,41 @@ def _terms(x, *by_participant):
 
 
 def _jvp_with_set(with_set_p, primals, tangents, *, placement):
-    x, t = primals[0], tangents[0]
     index = federated_index_p.bind(placement=placement)
     bit = jnp.int32(1) << index % _WORD
     words = [jnp.where(index // _WORD == k, bit, 0) for k in range(_MOST_BITS // _WORD)]
-    out, *attained = with_set_p.bind(x, *words, placement=placement)
-    if is_zero(t):
-        return [out, *attained], [zero_tangent(a) for a in (out, *attained)]
-    ties = functools.reduce(operator.add, map(jax.lax.population_count, attained))
-    own = [
-        append_axes(w, x) & broadcast(a, placement) for w, a in zip(words, attained, strict=True)
-    ]
-    is_tie = functools.reduce(operator.or_, own) != 0
-    share = federated_mask_p.bind(is_tie, t, placement=placement)
-    total = federated_sum_p.bind(share, placement=placement)
-    tangent = total / ties.astype(t.dtype)
-    return [out, *attained], [tangent, *map(zero_tangent, attained)]
+
+    def ties_of(x, out, *attained):
+        masks = zip(words, attained, strict=True)
+        bits = [append_axes(w, x) & broadcast(a, placement) for w, a in masks]
+        count = functools.reduce(operator.add, map(jax.lax.population_count, attained))
+        return functools.reduce(operator.or_, bits) != 0, count
+
+    return _jvp_of_ties(with_set_p, primals, tangents, words, ties_of, placement)
 
 
 def _jvp_with_ties(with_ties_p, primals, tangents, *, placement):
-    x, t = primals[0], tangents[0]
     ones = broadcast(jnp.int32(1), placement)
     index = federated_index_p.bind(placement=placement)
-    out, *attained = with_ties_p.bind(x, index, index, ones, placement=placement)
+
+    def ties_of(x, out, first, last, count):
+        first, last, ties = (broadcast(a, placement) for a in (first, last, count))
+        indices = append_axes(index, x)
+        between = equal_with_nan(x, broadcast(out, placement)) & (ties > 2)
+        return (indices == first) | (indices == last) | between, count
+
+    return _jvp_of_ties(with_ties_p, primals, tangents, [index, index, ones], ties_of, placement)
+
+
+def _jvp_of_ties(extended_p, primals, tangents, by_participant, ties_of, placement):
+    """Divide the tangent among the ties; `ties_of` returns who they are, and their number."""
+    x, t = primals[0], tangents[0]
+    out, *attained = extended_p.bind(x, *by_participant, placement=placement)
     if is_zero(t):
         return [out, *attained], [zero_tangent(a) for a in (out, *attained)]
-    first, last, ties = (broadcast(a, placement) for a in attained)
-    indices = append_axes(index, x)
-    between = equal_with_nan(x, broadcast(out, placement)) & (ties > 2)
-    share = federated_mask_p.bind(
-        (indices == first) | (indices == last) | between, t, placement=placement
-    )
-    total = federated_sum_p.bind(share, placement=placement)
-    tangent = total / attained[-1].astype(t.dtype)
+    is_tie, count = ties_of(x, out, *attained)
+    share = federated_mask_p.bind(is_tie, t, placement=placement)
+    tangent = federated_sum_p.bind(share, placement=placement) / count.astype(t.dtype)
     return [out, *attained], [tangent, *map(zero_tangent, attained)]
 
 

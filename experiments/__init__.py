@@ -46,6 +46,5 @@ _NAMES = {
     "fedpax.experiments.fedavg_images": "FedAvgImages",
     "fedpax.experiments.fedavg_table": "FedAvgTable",
 }
-__all__ = sorted(" ".join(_NAMES.values()).split())
 # The list of experiments needs no models.
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -18,8 +18,7 @@ _NAMES = {
     ),
     "fedpax.transforms": "out_of_core program stages",
 }
-__all__ = sorted(" ".join(_NAMES.values()).split())
-_get, _ = lazy_names(__name__, _NAMES)
+__all__, _get, _ = lazy_names(__name__, _NAMES)
 
 
 def __getattr__(name: str) -> object:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 def lazy_names(
     package: str, names: Mapping[str, str]
-) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Make `__getattr__` and `__dir__` of a package, from the names of each module (`module:name`).
+) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
+    """Make `__all__`, `__getattr__` and `__dir__` of a package, from the names of each module.
 
     Type checkers read the names from its `__init__.pyi`, or from imports under `TYPE_CHECKING`.
     """
@@ -26,4 +26,4 @@ def lazy_names(
         """Return all names, imported or not."""
         return sorted({*vars(sys.modules[package]), *modules})
 
-    return get, list_names
+    return sorted(modules), get, list_names

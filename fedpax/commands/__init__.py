@@ -18,4 +18,4 @@ _NAMES = {
 }
 __all__ = ["COMMANDS", "Command", "configure", "fit_mesh"]
 # The commands load their own modules.
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+_, __getattr__, __dir__ = lazy_names(__name__, _NAMES)

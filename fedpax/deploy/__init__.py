@@ -14,5 +14,4 @@ _NAMES = {
     "fedpax.deploy.round_program": "Settings pack_program",
     "fedpax.deploy.runtime": "Artifact ArtifactError load",
 }
-__all__ = sorted(" ".join(_NAMES.values()).split())
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)

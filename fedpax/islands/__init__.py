@@ -19,6 +19,5 @@ _NAMES = {
     "fedpax.islands.island.join": "join",
     "fedpax.islands.syncer.run_syncer": "run_syncer",
 }
-__all__ = sorted(" ".join(_NAMES.values()).split())
 # Its packages need the extra `sites`.
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -24,5 +24,4 @@ _NAMES = {
     "fedpax.secure_sums.roster": "Message",
     "fedpax.secure_sums.site_side": "SiteSide",
 }
-__all__ = sorted(" ".join(_NAMES.values()).split())
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)

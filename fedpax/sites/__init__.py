@@ -32,9 +32,8 @@ _NAMES = {
     "fedpax.sites.site_process": "JoinResult SyncerResult",
     "fedpax.sites.update_filters": "AcceptIf NormHistory drop_harmful drop_large parse_accept_if",
 }
-__all__ = sorted(" ".join(_NAMES.values()).split())
 # Its modules need the extra `sites`.
-_get, __dir__ = lazy_names(__name__, _NAMES)
+__all__, _get, __dir__ = lazy_names(__name__, _NAMES)
 
 
 def __getattr__(name: str) -> object:

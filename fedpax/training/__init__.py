@@ -32,6 +32,5 @@ _NAMES = {
         "ScheduledRounds TimedSchedule with_exchanged_bytes with_virtual_seconds"
     ),
 }
-__all__ = sorted(" ".join(_NAMES.values()).split())
 # Commands that do not train need not load the models.
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -11,5 +11,4 @@ if TYPE_CHECKING:
 _NAMES = {
     "fedpax.deploy.flower.app": "client_app server_app",
 }
-__all__ = sorted(" ".join(_NAMES.values()).split())
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)

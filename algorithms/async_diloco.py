@@ -23,10 +23,7 @@ from fedpax.algorithms.parts.arrivals import (
 )
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
-from fedpax.algorithms.parts.participation import (
-    with_reported,
-    without_absent,
-)
+from fedpax.algorithms.parts.participation import with_reported, without_absent
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.clients import ArrivalOrder
 from fedpax.clients.cohort import Cohort, check_cohort

@@ -29,10 +29,7 @@ from fedpax.algorithms.parts.inner_steps import (
     make_inner_steps,
 )
 from fedpax.algorithms.parts.method_checks import check_optimizer
-from fedpax.algorithms.parts.participation import (
-    mean_metrics,
-    with_reported,
-)
+from fedpax.algorithms.parts.participation import mean_metrics, with_reported
 from fedpax.algorithms.parts.server import given_aggregator, outer_sgd
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.algorithms.streaming_diloco import StreamingDiLoCoState, streaming_diloco

@@ -27,10 +27,7 @@ from fedpax.algorithms.parts.arrivals import (
 )
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
-from fedpax.algorithms.parts.participation import (
-    with_reported,
-    without_absent,
-)
+from fedpax.algorithms.parts.participation import with_reported, without_absent
 from fedpax.algorithms.parts.tree_arithmetic import select, subtract, weighted_sum
 from fedpax.checks import FRACTION
 from fedpax.clients import RegionalOrder

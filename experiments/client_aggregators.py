@@ -92,7 +92,7 @@ class AggregatorConfig(Settings):
 
     @property
     def counts_alike(self) -> bool:
-        """Whether every client counts alike, whatever its number of examples."""
+        """Return whether each client counts alike, with few or many examples."""
         return any(isinstance(self, AggregatorConfig.of(name)) for name in _COUNT_ALIKE)
 
     def make(self, seed: int, expected_participants: float, releases_before: int = 0) -> Aggregator:

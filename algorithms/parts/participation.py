@@ -215,7 +215,7 @@ def mean_metrics(metrics: Metrics, weights: Weights, aggregator: Aggregator) -> 
 
 
 def with_reported(metrics: Metrics, reported: Metrics) -> Metrics:
-    """Join the participants' mean metrics and those of an aggregator, which have other names."""
+    """Join the participants' mean metrics and an aggregator's metrics; equal names raise."""
     if both := sorted(metrics.keys() & reported.keys()):
         raise ArgumentError(
             f"loss_fn returned a metric called {both[0]!r}, the name under which the aggregator "

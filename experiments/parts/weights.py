@@ -68,7 +68,7 @@ def _weights_folder(config: TransformerConfig) -> str:
 def check_architecture(config: TransformerConfig, stored: TransformerConfig) -> None:
     """Check that a configuration describes the model that the folder `config.weights` has."""
     if differing := differing_fields(config, stored):
-        # A default that other fields decide is no flag to leave out.
+        # Other fields decide a default: the user gave no flag to leave out.
         is_given = [name for name in differing if getattr(config, name) != getattr(stored, name)]
         names = is_given or differing
         differences = ", ".join(

@@ -276,10 +276,10 @@ def accumulate_gradients(loss_fn: ModelLoss, grad_accum_steps: int) -> ModelLoss
     """Split the batch of a loss into microbatches that run one after another.
 
     The loss, its gradient and its metrics are means over microbatches, weighted by the sum of the
-    microbatch's `mask`: those of the whole batch, for a loss that is a mean over what the mask
-    marks. The gradient accumulates in float32 (float64 for float64 parameters). The device holds
-    the activations of one microbatch at a time, because each microbatch is recomputed in the
-    backward pass.
+    microbatch's `mask`. They equal the loss, gradient and metrics of the whole batch if the loss is
+    a mean over what the mask marks. The gradient accumulates in float32 (float64 for float64
+    parameters). The device holds the activations of one microbatch at a time, because each
+    microbatch is recomputed in the backward pass.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`, all of them means over the

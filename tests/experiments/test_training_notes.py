@@ -1,4 +1,4 @@
-"""What the start of a run on users' files tells of unequal clients and of rare classes."""
+"""Notes at the start of a run on users' files, on unequal clients and rare classes."""
 
 import dataclasses
 from pathlib import Path

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fedpax
-from fedpax.checkpoints.checkpoint_dir import LostCheckpointDirError
+from fedpax.checkpoints.checkpoint import LostCheckpointDirError
 from fedpax.errors import (
     ArgumentError,
     ArgumentTypeError,

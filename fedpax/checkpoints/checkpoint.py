@@ -14,13 +14,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fedpax.algorithm import State
-from fedpax.checkpoints.checkpoint_dir import LostCheckpointDirError
 from fedpax.checkpoints.exports import Exports
-from fedpax.checkpoints.object_store import is_object_store
 from fedpax.checkpoints.orbax_files import (
     QuietFailedSaves,
     Retention,
     atomicity_of,
+    is_object_store,
     ocp,
     open_checkpoints,
     wait_for_writers,
@@ -28,10 +27,13 @@ from fedpax.checkpoints.orbax_files import (
 from fedpax.checkpoints.participant_states import (
     ParticipantRule,
     check_resizable,
+    check_same_leaves,
     kept_participants,
     resize_participants,
+    saved_leaves,
+    saved_struct,
+    shapes_of_same_clients,
 )
-from fedpax.checkpoints.run_position import RunPosition, gather_stream_state
 from fedpax.checkpoints.saved_rounds import (
     DELETED,
     NOT_DAMAGE,
@@ -41,12 +43,7 @@ from fedpax.checkpoints.saved_rounds import (
     set_aside_unfinished,
     write_checksums,
 )
-from fedpax.checkpoints.saved_state import (
-    check_same_leaves,
-    saved_leaves,
-    saved_struct,
-    shapes_of_same_clients,
-)
+from fedpax.checkpoints.saved_state import RunPosition, gather_stream_state
 from fedpax.checkpoints.state_parts import StateParts
 from fedpax.console import print_error
 from fedpax.errors import FedpaxError
@@ -63,6 +60,10 @@ MOST_LOST_SAVES = 3
 
 class CheckpointWriteError(FedpaxError, OSError):
     """A checkpoint cannot be written; the ones before it are kept."""
+
+
+class LostCheckpointDirError(FedpaxError, OSError):
+    """Another run has taken the folder of this run's checkpoints."""
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):

@@ -16,8 +16,13 @@ import jax
 import numpy as np
 
 from fedpax.algorithm import Params
-from fedpax.checkpoints.object_store import delete_folder, rename_folder
-from fedpax.checkpoints.orbax_files import atomicity_of, literal_path, ocp
+from fedpax.checkpoints.orbax_files import (
+    atomicity_of,
+    delete_folder,
+    literal_path,
+    ocp,
+    rename_folder,
+)
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.console import print_error
 from fedpax.errors import ArgumentError

@@ -1,4 +1,4 @@
-"""What a run's checkpoints need of Orbax: paths, options, the rule of those that are kept."""
+"""How checkpoints are written to folders and to object stores, such as a bucket, by Orbax."""
 
 import dataclasses
 import functools
@@ -6,6 +6,7 @@ import glob
 import importlib
 import logging
 import os
+import shutil
 import threading
 import time
 import traceback
@@ -18,11 +19,99 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from fedpax.checkpoints.object_store import is_object_store
 from fedpax.errors import ConfigurationError
 from fedpax.run_files.paths import complete_rounds, is_remote
 
-SMALL = 2**20  # bytes of an array that one device writes alone
+# Import `orbax.checkpoint` at the first use of a name of it: a run's first round needs none.
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+else:
+
+    class _Orbax:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(importlib.import_module("orbax.checkpoint"), name)
+
+    ocp = _Orbax()
+
+__all__ = ["ocp"]
+
+MOUNTS = Path("/proc/self/mounts")
+
+OBJECT_STORES = frozenset(
+    {"gcsfuse", "s3fs", "goofys", "geesefs", "rclone", "blobfuse", "blobfuse2"}
+)
+"""Names of programs that mount an object store, as Linux lists them after `fuse.`."""
+
+COMMITTED = "commit_success.txt"
+"""The file that completes a checkpoint in an object store."""
+
+CHUNK_BYTES = 1 << 24
+"""Bytes of a file that are in memory at once."""
+
+SMALL = 2**20
+"""Bytes of an array that one device writes alone."""
+
+DRAFT = "orbax-checkpoint-tmp"
+"""A part of the path of every checkpoint that is not complete."""
+
+LOGGERS = ("absl", "asyncio")
+
+
+def is_object_store(folder: Path) -> bool:
+    """Return whether a folder is in an object store, which renames no folder with its files."""
+    if is_remote(folder):
+        return True
+    try:
+        lines = MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    folder = folder.resolve()
+    types = {}
+    for line in lines:
+        _, place, file_system, *_ = line.split(" ")
+        # The list writes a space as \\040; a later mount on the same place hides the earlier one.
+        types[Path(place.replace("\\040", " "))] = file_system
+    mounted = next((types[place] for place in (folder, *folder.parents) if place in types), "")
+    return mounted.removeprefix("fuse.") in OBJECT_STORES
+
+
+def remove_folder(folder: Any) -> None:
+    """Remove a folder with its files."""
+    if is_remote(folder):
+        folder.rmtree()
+    else:
+        shutil.rmtree(folder)
+
+
+def delete_folder(folder: Any, *, last: str) -> None:
+    """Delete a folder that counts as complete; if the process is killed, a part does not count."""
+    if is_object_store(folder):
+        (folder / last).unlink(missing_ok=True)
+        remove_folder(folder)
+        return
+    leftover = folder.with_name(f".{folder.name}.deleted.draft")
+    if leftover.exists():
+        shutil.rmtree(leftover)
+    folder.rename(leftover)
+    shutil.rmtree(leftover)
+
+
+def rename_folder(source: Path, target: Path, *, last: str) -> None:
+    """Rename a folder; in an object store, or between two of them, move its files one by one."""
+    one_store = not is_object_store(source) and not is_object_store(target)
+    if one_store and source.stat().st_dev == target.parent.stat().st_dev:
+        source.rename(target)
+        return
+    files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+    for file in sorted(files, key=lambda file: (file == Path(last), file)):
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        if is_remote(target):
+            with (source / file).open("rb") as old, (target / file).open("wb") as new:
+                shutil.copyfileobj(old, new, CHUNK_BYTES)
+        else:
+            shutil.move(source / file, target / file)
+    shutil.rmtree(source)
+
 
 _LocalPath: Any = type(epath.Path("/"))
 
@@ -74,8 +163,13 @@ def open_checkpoints(folder: Path, **settings: Any) -> "ocp.CheckpointManager":
         raise
 
 
-def open_to_read(folder: Path, options: "ocp.CheckpointManagerOptions") -> "ocp.CheckpointManager":
+def open_to_read(folder: Path, *, alone: bool = False) -> "ocp.CheckpointManager":
     """Open a folder, in which a run can remove other checkpoints while Orbax lists them."""
+    processes = ocp.options.MultiprocessingOptions()
+    if alone:  # the other processes of a job do not read
+        index = jax.process_index()
+        processes = ocp.options.MultiprocessingOptions(primary_host=index, active_processes={index})
+    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=processes)
     handlers = {
         "state": ocp.PyTreeCheckpointHandler(),
         "params": ocp.PyTreeCheckpointHandler(),
@@ -176,13 +270,6 @@ class Retention:
         return self.keeps([checkpoint.step for checkpoint in checkpoints])
 
 
-# A part of the path of every checkpoint that is not complete.
-DRAFT = "orbax-checkpoint-tmp"
-
-
-LOGGERS = ("absl", "asyncio")
-
-
 class QuietFailedSaves(AbstractContextManager["QuietFailedSaves"]):
     """A context manager that hides the tracebacks which follow the first error of a save."""
 
@@ -215,17 +302,3 @@ def _is_no_failed_save(record: logging.LogRecord) -> bool:
     # The path of the record itself can be absl's, which logs for Orbax.
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(frames)]
     return DRAFT not in str(error) and not any("orbax" in f for f in (record.pathname, *files))
-
-
-# Import `orbax.checkpoint` at the first use of a name of it: a run's first round needs none.
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-else:
-
-    class _Orbax:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module("orbax.checkpoint"), name)
-
-    ocp = _Orbax()
-
-__all__ = ["ocp"]

@@ -1,7 +1,8 @@
-"""Participants' states for another number of participants: averaged, or copied."""
+"""Saved states for an experiment: the same leaves, and as many participants."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from fedpax.algorithm import State
+from fedpax.checkpoints.client_stores import CLIENTS, stores_of
+from fedpax.checkpoints.orbax_files import ocp, open_to_read
+from fedpax.checkpoints.saved_rounds import lineage
 from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 
@@ -154,3 +158,113 @@ def _reasons(state: State) -> Iterator[str]:
     """Yield the reason of each part of a state that fixes the number of participants."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, FIXED))
     return (getattr(node, FIXED) for node in nodes if hasattr(node, FIXED))
+
+
+class SavedLeaves(NamedTuple):
+    """The leaves of a checkpoint's state, without their values."""
+
+    shapes: dict[tuple[str, ...], tuple[int, ...]]  # by path
+    # the number of clients of each store, by its path; empty if an earlier version saved it
+    clients: Mapping[str, int]
+
+
+def saved_leaves(folder: Path, step: int) -> SavedLeaves:
+    """Return the leaves of a checkpoint's state, without reading the arrays."""
+    with open_to_read(folder) as manager:
+        ancestors = lineage(folder, step)
+        metadata = manager.item_metadata(step)["state"]
+        saved = ocp.tree.to_flat_dict(metadata)
+        stores = {tuple(path) for _, parent in ancestors if parent for path in parent.stores}
+        if stores:
+            whole = ocp.tree.to_flat_dict(manager.item_metadata(ancestors[0][0])["state"])
+            rows = {name: leaf for name, leaf in whole.items() if _store_of(name, stores)}
+            saved = {**rows, **saved}
+        shapes = {path: tuple(leaf.shape) for path, leaf in saved.items()}
+        return SavedLeaves(shapes, (metadata.custom_metadata or {}).get(CLIENTS, {}))
+
+
+def _store_of(path: tuple[str, ...], stores: Collection[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """Return the path of the store that has a leaf, or None."""
+    return next((store for store in stores if path[: len(store)] == store), None)
+
+
+def saved_struct(
+    leaf: jax.ShapeDtypeStruct,
+    saved: tuple[int, ...],
+    path: tuple[str, ...],
+    num_participants: int | None = None,
+    num_saved: int | None = None,
+) -> jax.ShapeDtypeStruct:
+    """Return a leaf with the saved number of participants; itself if the shapes are equal."""
+    if has_saved_shape(leaf, saved, path, num_participants, num_saved):
+        return leaf
+    return saved_placed_struct(leaf, saved[0])
+
+
+def has_saved_shape(
+    leaf: jax.ShapeDtypeStruct,
+    saved: tuple[int, ...],
+    path: tuple[str, ...],
+    num_participants: int | None = None,
+    num_saved: int | None = None,
+) -> bool:
+    """Return whether a leaf has its saved shape, and not another number of participants."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        saved = saved[: leaf.ndim]  # random keys are saved as numbers, with one more axis
+    if leaf.shape == saved:
+        return True
+    is_placed = (
+        path[0] != "params"
+        and leaf.shape[:1] == (num_participants,)
+        and saved != ()
+        and num_saved in (None, saved[0])
+        and leaf.shape[1:] == saved[1:]
+    )
+    if not is_placed:
+        raise ArgumentError(
+            f"The checkpoint's {'.'.join(path)} has shape {list(saved)}, expected "
+            f"{list(leaf.shape)} as in the experiment. Use the model that was saved, or another "
+            "--job_log_dir."
+        )
+    return False
+
+
+def check_same_leaves(
+    wanted: Mapping[tuple[str, ...], Any], saved: Mapping[tuple[str, ...], Any], step: int
+) -> None:
+    """Check that a checkpoint has the leaves that an experiment has."""
+    if wanted.keys() != saved.keys():
+        names = sorted(".".join(path) for path in wanted.keys() ^ saved.keys())
+        raise ArgumentError(
+            f"The checkpoint of round {step} and the experiment have different states: "
+            f"{', '.join(names[:5])} {'and others ' if len(names) > 5 else ''}in only one of "
+            "them, expected the same leaves. Use the model and the method that were saved, or "
+            "another --job_log_dir; `fedpax export` and --model.weights start a new run from this "
+            "model."
+        )
+
+
+def shapes_of_same_clients(like: Any, saved: SavedLeaves) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Return the saved shapes, with the experiment's numbers of rows for stores of equal clients.
+
+    A row belongs to one client, or is padding, whose number depends on the devices.
+    """
+    shapes = dict(saved.shapes)
+    for path, store in stores_of(like).items():
+        for name, leaf in ocp.tree.to_flat_dict({"rows": store.rows}).items():
+            rows, *rest = shapes[*path, *name]
+            # Without a record, only equal numbers of rows can be of equal clients.
+            unit, before = "rows", rows
+            now = leaf.shape[0]
+            if (known := saved.clients.get(".".join(path))) is not None:
+                unit, before, now = "clients", known, store.num_clients
+            if before != now:
+                raise ArgumentError(
+                    f"The checkpoint's {'.'.join(path)} has {before} {unit}, expected {now} for "
+                    f"the experiment's {store.num_clients} clients: a row is the state of one "
+                    "client. Set the number of clients that was saved, or start a new run from the "
+                    "saved model (`fedpax export`, --model.weights), in which all clients begin "
+                    "with a new state."
+                )
+            shapes[*path, *name] = (leaf.shape[0], *rest)
+    return shapes

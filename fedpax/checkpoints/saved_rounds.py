@@ -1,17 +1,22 @@
-"""The checkpoints of a run: checksums of their files, and damaged, unfinished and deleted ones."""
+"""The checkpoints of a run: their checksums, parents, and damaged or deleted ones."""
 
 import base64
 import errno
 import json
 import os
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
-from fedpax.checkpoints.object_store import COMMITTED, is_object_store, remove_folder
-from fedpax.checkpoints.row_changes import Parent, identity_of
+from fedpax.checkpoints.orbax_files import (
+    CHUNK_BYTES,
+    COMMITTED,
+    is_object_store,
+    remove_folder,
+)
 from fedpax.console import print_error
-from fedpax.errors import FedpaxError
+from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.files import read_json
 from fedpax.run_files.paths import (
     CHECKPOINTS,
@@ -24,9 +29,14 @@ from fedpax.run_files.paths import (
     write_atomically,
 )
 
-# Orbax writes these two when it renames the checkpoint. They hold no data, but the time.
-IGNORED = {CHECKSUMS, "_CHECKPOINT_METADATA", "commit_success.txt"}
+PARENT = "parent.json"
+"""The file of a checkpoint that has only the rows that changed since another checkpoint."""
 
+DELETED = "deleted"
+"""The folder beside checkpoints to which one is moved before its files are removed."""
+
+# Orbax writes the last two when it renames the checkpoint. They hold no data, but the time.
+IGNORED = {CHECKSUMS, "_CHECKPOINT_METADATA", COMMITTED}
 
 NOT_DAMAGE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT}
@@ -34,7 +44,57 @@ NOT_DAMAGE = frozenset(
 """Errors of the operating system that say nothing about a file's content."""
 
 
-CHUNK_BYTES = 1 << 24
+class Parent(NamedTuple):
+    """The checkpoint that a checkpoint's rows of client stores complete."""
+
+    round: int
+    position: int  # number of checkpoints since the one that has all rows, with this one
+    stores: list[list[str]]  # the path of each client store in the state
+    # `identity_of` the parent, set when the checkpoint is written: another checkpoint of the same
+    # round has other rows
+    identity: int = 0
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Self | None:
+        """Read the parent of a checkpoint; None if the checkpoint has all rows itself."""
+        try:
+            parent = cls(**read_json(checkpoint / PARENT))
+        except FileNotFoundError:
+            return None
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"{PARENT} is not a record of a checkpoint: {error}") from error
+        if not isinstance(parent.round, int) or not 0 <= parent.round < int(checkpoint.name):
+            raise ArgumentError(f"{PARENT} names the round {parent.round}, expected an earlier one")
+        return parent
+
+
+def identity_of(checkpoint: Path) -> int:
+    """Return the CRC-32 of a checkpoint's checksums, which differs between checkpoints."""
+    return zlib.crc32((checkpoint / CHECKSUMS).read_bytes())
+
+
+def lineage(folder: Path, step: int) -> list[tuple[int, Parent | None]]:
+    """Return the checkpoints that have the rows of a checkpoint: all rows first, itself last."""
+    checkpoints = []
+    next_step: int | None = step
+    while next_step is not None:
+        parent = Parent.read(folder / str(next_step))
+        checkpoints.append((next_step, parent))
+        next_step = None if parent is None else parent.round
+    return checkpoints[::-1]
+
+
+def read_parents(folder: Path, steps: Iterable[int]) -> dict[int, int]:
+    """Return the parent's round of each checkpoint that has one, or raise an OSError."""
+    parents = {}
+    for step in steps:
+        try:
+            parent = Parent.read(folder / str(step))
+        except (IsADirectoryError, ValueError):  # told when the checkpoint is read
+            continue
+        if parent is not None:
+            parents[step] = parent.round
+    return parents
 
 
 def write_checksums(folder: Path) -> None:
@@ -141,10 +201,6 @@ def _crc(path: Path) -> int:
         while chunk := file.read(CHUNK_BYTES):
             crc = zlib.crc32(chunk, crc)
     return crc
-
-
-DELETED = "deleted"
-"""The folder in it to which a checkpoint is moved before its files are removed."""
 
 
 class DamagedCheckpointError(FedpaxError, OSError):

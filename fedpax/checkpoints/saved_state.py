@@ -1,20 +1,28 @@
-"""The saved state of a run: compared with an experiment's state, and read in parts."""
+"""The saved state of a run, read in parts, and its position in the data."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import base64
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedpax.algorithm import Params
+from fedpax.checkpoints.client_stores import complete_rows
 from fedpax.checkpoints.orbax_files import ocp, open_to_read
-from fedpax.checkpoints.participant_states import saved_placed_struct
-from fedpax.checkpoints.restored_stores import complete_rows
-from fedpax.checkpoints.row_changes import CLIENTS, lineage, stores_of
-from fedpax.checkpoints.saved_rounds import damaged_checkpoint, find_damage, find_own_damage
+from fedpax.checkpoints.participant_states import check_same_leaves, saved_struct
+from fedpax.checkpoints.saved_rounds import (
+    damaged_checkpoint,
+    find_damage,
+    find_own_damage,
+    lineage,
+)
+from fedpax.clients.cohort import CohortStream
+from fedpax.console import print_error
 from fedpax.errors import ArgumentError
+from fedpax.processes.communication import gather_json
 from fedpax.run_files.configuration import flatten, read_configuration_json
 from fedpax.run_files.evaluations import Evaluations
 from fedpax.run_files.metrics_log import last_rounds, read_log
@@ -55,15 +63,7 @@ def load_params(
     if best:
         round_number = best_round(job_log_dir)
     folder, round_number = _find(job_log_dir, round_number, find_own_damage)  # it has the model
-    # Other processes of a job need not read it.
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=jax.process_index(), active_processes={jax.process_index()}
-    )
-    every = ocp.options.MultiprocessingOptions()
-    options = ocp.CheckpointManagerOptions(
-        create=False, multiprocessing_options=alone if like is None else every
-    )
-    with open_to_read(folder, options) as manager:
+    with open_to_read(folder, alone=like is None) as manager:
         metadata = manager.item_metadata(round_number)
         in_state = "params" in metadata["state"]
         saved = metadata["state"]["params"] if in_state else metadata["params"]
@@ -102,7 +102,7 @@ def load_field(job_log_dir: str | Path, field: str, round_number: int | None = N
         KeyError: the saved state has no such field.
     """
     folder, round_number = _find(job_log_dir, round_number)
-    with open_to_read(folder, ocp.CheckpointManagerOptions(create=False)) as manager:
+    with open_to_read(folder) as manager:
         saved = manager.item_metadata(round_number)["state"]
         if field not in saved:
             raise KeyError(
@@ -172,116 +172,6 @@ def among(
     return Evaluations([line for line in lines if line["round"] in rounds], keep_best, 0)
 
 
-class SavedLeaves(NamedTuple):
-    """The leaves of a checkpoint's state, without their values."""
-
-    shapes: dict[tuple[str, ...], tuple[int, ...]]  # by path
-    # the number of clients of each store, by its path; empty if an earlier version saved it
-    clients: Mapping[str, int]
-
-
-def saved_leaves(folder: Path, step: int) -> SavedLeaves:
-    """Return the leaves of a checkpoint's state, without reading the arrays."""
-    with open_to_read(folder, ocp.CheckpointManagerOptions(create=False)) as manager:
-        ancestors = lineage(folder, step)
-        metadata = manager.item_metadata(step)["state"]
-        saved = ocp.tree.to_flat_dict(metadata)
-        stores = {tuple(path) for _, parent in ancestors if parent for path in parent.stores}
-        if stores:
-            whole = ocp.tree.to_flat_dict(manager.item_metadata(ancestors[0][0])["state"])
-            rows = {name: leaf for name, leaf in whole.items() if _store_of(name, stores)}
-            saved = {**rows, **saved}
-        shapes = {path: tuple(leaf.shape) for path, leaf in saved.items()}
-        return SavedLeaves(shapes, (metadata.custom_metadata or {}).get(CLIENTS, {}))
-
-
-def _store_of(path: tuple[str, ...], stores: Collection[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """Return the path of the store that has a leaf, or None."""
-    return next((store for store in stores if path[: len(store)] == store), None)
-
-
-def saved_struct(
-    leaf: jax.ShapeDtypeStruct,
-    saved: tuple[int, ...],
-    path: tuple[str, ...],
-    num_participants: int | None = None,
-    num_saved: int | None = None,
-) -> jax.ShapeDtypeStruct:
-    """Return a leaf with the saved number of participants; itself if the shapes are equal."""
-    if has_saved_shape(leaf, saved, path, num_participants, num_saved):
-        return leaf
-    return saved_placed_struct(leaf, saved[0])
-
-
-def has_saved_shape(
-    leaf: jax.ShapeDtypeStruct,
-    saved: tuple[int, ...],
-    path: tuple[str, ...],
-    num_participants: int | None = None,
-    num_saved: int | None = None,
-) -> bool:
-    """Return whether a leaf has its saved shape, and not another number of participants."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        saved = saved[: leaf.ndim]  # random keys are saved as numbers, with one more axis
-    if leaf.shape == saved:
-        return True
-    is_placed = (
-        path[0] != "params"
-        and leaf.shape[:1] == (num_participants,)
-        and saved != ()
-        and num_saved in (None, saved[0])
-        and leaf.shape[1:] == saved[1:]
-    )
-    if not is_placed:
-        raise ArgumentError(
-            f"The checkpoint's {'.'.join(path)} has shape {list(saved)}, expected "
-            f"{list(leaf.shape)} as in the experiment. Use the model that was saved, or another "
-            "--job_log_dir."
-        )
-    return False
-
-
-def check_same_leaves(
-    wanted: Mapping[tuple[str, ...], Any], saved: Mapping[tuple[str, ...], Any], step: int
-) -> None:
-    """Check that a checkpoint has the leaves that an experiment has."""
-    if wanted.keys() != saved.keys():
-        names = sorted(".".join(path) for path in wanted.keys() ^ saved.keys())
-        raise ArgumentError(
-            f"The checkpoint of round {step} and the experiment have different states: "
-            f"{', '.join(names[:5])} {'and others ' if len(names) > 5 else ''}in only one of "
-            "them, expected the same leaves. Use the model and the method that were saved, or "
-            "another --job_log_dir; `fedpax export` and --model.weights start a new run from this "
-            "model."
-        )
-
-
-def shapes_of_same_clients(like: Any, saved: SavedLeaves) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Return the saved shapes, with the experiment's numbers of rows for stores of equal clients.
-
-    A row belongs to one client, or is padding, whose number depends on the devices.
-    """
-    shapes = dict(saved.shapes)
-    for path, store in stores_of(like).items():
-        for name, leaf in ocp.tree.to_flat_dict({"rows": store.rows}).items():
-            rows, *rest = shapes[*path, *name]
-            # Without a record, only equal numbers of rows can be of equal clients.
-            unit, before = "rows", rows
-            now = leaf.shape[0]
-            if (known := saved.clients.get(".".join(path))) is not None:
-                unit, before, now = "clients", known, store.num_clients
-            if before != now:
-                raise ArgumentError(
-                    f"The checkpoint's {'.'.join(path)} has {before} {unit}, expected {now} for "
-                    f"the experiment's {store.num_clients} clients: a row is the state of one "
-                    "client. Set the number of clients that was saved, or start a new run from the "
-                    "saved model (`fedpax export`, --model.weights), in which all clients begin "
-                    "with a new state."
-                )
-            shapes[*path, *name] = (leaf.shape[0], *rest)
-    return shapes
-
-
 def _find(
     job_log_dir: str | Path,
     round_number: int | None,
@@ -338,3 +228,74 @@ def _restore_args(
     # Shapes need no restore argument: they are equal.
     restore_args = ocp.ArrayRestoreArgs
     return {p: restore_args(sharding=x.sharding, dtype=x.dtype) for p, x in wanted.items()}
+
+
+StreamState = dict[str, Any] | bytes
+"""The position of a stream, as its `get_state` returns it."""
+
+
+class RunPosition(NamedTuple):
+    """The position of a run: the values that a checkpoint holds beside the algorithm's state."""
+
+    round: int  # number of completed rounds
+    stream: StreamState  # the position of the stream of cohorts after that round
+    configuration: Mapping[str, Any]  # the experiment as JSON
+    participants: int | None = None  # the placement's size. Default None: not recorded.
+    # the participants' numbers in an elastic job. Default None: there is no such job.
+    numbers: Sequence[int] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the position as a JSON object. A stream position of bytes becomes base64 text."""
+        stream: Any = self.stream
+        if isinstance(stream, bytes):
+            stream = {"base64": base64.b64encode(stream).decode()}
+        numbers = None if self.numbers is None else list(self.numbers)
+        return self._replace(stream=stream, numbers=numbers)._asdict()
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> Self:
+        """Make the position from the JSON object that `to_json` returned."""
+        stream = saved["stream"]
+        if isinstance(stream, dict) and set(stream) == {"base64"}:
+            stream = base64.b64decode(stream["base64"])
+        return cls(**{**saved, "stream": stream})
+
+
+def gather_stream_state(state: StreamState) -> StreamState:
+    """Complete a stream's position by parts that other processes know; bytes have all of it."""
+    # None in a state is a value that this process does not know, such as the position in documents
+    # that only another process reads. All processes must call this in the same round.
+    if jax.process_count() == 1 or isinstance(state, bytes):
+        return state
+    return functools.reduce(merge, gather_json(state), state)
+
+
+def merge(state: Any, other: Any) -> Any:
+    """Replace every None in a state by the value of another process."""
+    if state is None:
+        return other
+    if isinstance(state, dict) and isinstance(other, dict):
+        return {name: merge(value, other.get(name)) for name, value in state.items()}
+    if isinstance(state, list) and isinstance(other, list):
+        return [merge(*values) for values in zip(state, other, strict=True)]
+    return state
+
+
+def restore_stream(
+    stream: CohortStream, saved: Any, *, must_fit: bool, beginning: StreamState | None = None
+) -> None:
+    """Move a stream to a saved position, or to the same round if its settings were changed."""
+    # A stream whose cohorts depend on its settings and the round alone has the round in its state.
+    # Another stream has no position that corresponds to the saved one: it restarts.
+    try:
+        stream.set_state(saved)
+    except ValueError as error:
+        if must_fit:
+            raise
+        fresh = stream.get_state() if beginning is None else beginning
+        if isinstance(fresh, dict) and isinstance(saved, dict) and "round" in fresh.keys() & saved:
+            stream.set_state({**fresh, "round": saved["round"]})
+            print_error(f"The data continue after round {saved['round']}, but differ: {error}")
+        else:
+            stream.set_state(fresh)
+            print_error(f"The data start again from their first round: {error}")

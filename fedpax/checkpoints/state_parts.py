@@ -1,27 +1,35 @@
-"""The parts of a run's state in a checkpoint: all rows of its client stores, or some of them."""
+"""The parts of a state in a checkpoint: all rows of its client stores, or the changed ones."""
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import Int64, UInt64
 
 from fedpax.algorithm import State
-from fedpax.checkpoints.orbax_files import ocp, on_one_device
-from fedpax.checkpoints.restored_stores import restore_stores
-from fedpax.checkpoints.row_changes import (
-    PARENT,
-    Parent,
-    RowChanges,
-    identity_of,
-    lineage,
-    read_parents,
+from fedpax.checkpoints.client_stores import (
+    StorePath,
+    layouts_of,
     record_of_stores,
+    restore_stores,
+    rows_of_one_checkpoint,
+    stores_of,
     with_stores,
     without_stores,
 )
+from fedpax.checkpoints.orbax_files import ocp, on_one_device
+from fedpax.checkpoints.saved_rounds import PARENT, Parent, identity_of, lineage, read_parents
+from fedpax.clients.row_blocks import (
+    RowBlocks,
+    padded_count,
+    row_fingerprints,
+    take_rows,
+)
+from fedpax.clients.store import ClientStore
 from fedpax.run_files.paths import complete_rounds, write_atomically
 
 CHUNK_BYTES = 1 << 26
@@ -29,6 +37,112 @@ CHUNK_BYTES = 1 << 26
 
 FILE_BYTES = 1 << 27
 """The bytes of compressed arrays that are in memory before they are written to a file."""
+
+LARGEST_PART = 1 / 8
+"""The largest part of a store's rows that a checkpoint holds without the others."""
+
+
+class ChangedRows(NamedTuple):
+    """The rows of a checkpoint that does not hold all of them."""
+
+    parent: Parent
+    stores: dict[str, Any]  # `ids` and `rows` of each store, by its place in `parent.stores`
+
+
+class _StoreRows(NamedTuple):
+    """The fingerprints of a store's rows, and the checkpoints that have them."""
+
+    fingerprints: UInt64[np.ndarray, " rows"]  # of the newest checkpoint
+    # the position of the checkpoint that has the newest value of each row
+    newest: Int64[np.ndarray, " rows"]
+
+
+class RowChanges:
+    """The rows that the next checkpoint of a run writes: those whose fingerprints changed.
+
+    Checkpoints are numbered from 0, which has all rows. The parent of checkpoint n is n without its
+    lowest bit that is 1, and n has the rows that changed since its parent. So a row is read from
+    one of at most 1 + log2(n) checkpoints, and a change is written at most that often. A checkpoint
+    of more than `LARGEST_PART` of a store has all rows, and is number 0 of new ones.
+    """
+
+    def __init__(self) -> None:
+        self._stores: dict[StorePath, _StoreRows] = {}
+        self._rounds: dict[int, int] = {}  # of the newest checkpoint and its ancestors, by position
+
+    @property
+    def needed_rounds(self) -> Collection[int]:
+        """The rounds of the checkpoints that the next one can complete."""
+        return self._rounds.values()
+
+    def forget(self) -> None:
+        """Let the next checkpoint have all rows."""
+        self._stores, self._rounds = {}, {}
+
+    def start(
+        self,
+        state: Any,
+        rounds: Mapping[int, int],
+        newest: Mapping[StorePath, Int64[np.ndarray, " rows"]],
+    ) -> None:
+        """Continue after a checkpoint: by position its ancestors' rounds, and each row's place."""
+        self.forget()
+        if blocks := layouts_of(state):
+            self._rounds = dict(rounds)
+            self._stores = {
+                path: _StoreRows(_fingerprints(store, blocks[path]), newest[path])
+                for path, store in stores_of(state).items()
+            }
+
+    def advance(self, round_number: int, state: Any) -> ChangedRows | None:
+        """Return the rows that the checkpoint of a round writes; None: all rows."""
+        stores, blocks = stores_of(state), layouts_of(state)
+        if blocks is None:
+            self.forget()
+            return None
+        prints = {path: _fingerprints(store, blocks[path]) for path, store in stores.items()}
+        if self._stores.keys() == prints.keys():
+            position = max(self._rounds) + 1
+            parent = position & (position - 1)
+            newest = {
+                path: np.where(prints[path] == before.fingerprints, before.newest, position)
+                for path, before in self._stores.items()
+            }
+            row_ids = {path: np.flatnonzero(rows > parent) for path, rows in newest.items()}
+            if all(_is_part(ids, blocks[path]) for path, ids in row_ids.items()):
+                record = Parent(self._rounds[parent], position, [list(path) for path in stores])
+                ancestors = {i: r for i, r in self._rounds.items() if i <= parent}
+                self._rounds = {**ancestors, position: round_number}
+                self._stores = {p: _StoreRows(prints[p], newest[p]) for p in stores}
+                taken = {
+                    str(number): _take(store, blocks[path], row_ids[path])
+                    for number, (path, store) in enumerate(stores.items())
+                }
+                return ChangedRows(record, taken)
+        self._rounds = {0: round_number}
+        self._stores = {
+            path: _StoreRows(prints[path], newest)
+            for path, newest in rows_of_one_checkpoint(state).items()
+        }
+        return None
+
+
+def _fingerprints(store: ClientStore[Any], blocks: RowBlocks) -> UInt64[np.ndarray, " rows"]:
+    return row_fingerprints(jax.tree.leaves(store), blocks)
+
+
+def _is_part(row_ids: Int64[np.ndarray, " rows"], blocks: RowBlocks) -> bool:
+    """Return whether the rows, as they are written, are a small part of a store."""
+    most = int(np.bincount(row_ids // blocks.block_rows, minlength=1).max())
+    return padded_count(most, blocks.block_rows) <= LARGEST_PART * blocks.block_rows
+
+
+def _take(
+    store: ClientStore[Any], blocks: RowBlocks, row_ids: Int64[np.ndarray, " rows"]
+) -> dict[str, Any]:
+    leaves, tree = jax.tree.flatten(store.rows)
+    ids, rows = take_rows(leaves, blocks, row_ids)
+    return {"ids": ids, "rows": jax.tree.unflatten(tree, rows)}
 
 
 class StateParts:

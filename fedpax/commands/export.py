@@ -13,7 +13,7 @@ from absl import flags
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.exports import FILE_WRITERS, LAST_FILE, write_orbax
-from fedpax.checkpoints.object_store import rename_folder
+from fedpax.checkpoints.orbax_files import rename_folder
 from fedpax.clients import ClientStore
 from fedpax.commands.parts.flower_export import write_flower_app
 from fedpax.commands.parts.options import configure, parse

@@ -26,7 +26,7 @@ from fedpax.reports.run_report import (
 from fedpax.run_files.metrics import select
 from fedpax.run_files.paths import is_remote, resolve_job_log_dir
 from fedpax.sites.site_table import format_sites, read_sites
-from fedpax.training.job_dir_lock import is_in_use
+from fedpax.training.folder_owners import is_in_use
 
 
 def show(arguments: Sequence[str]) -> int:

@@ -27,7 +27,7 @@ from fedpax.run_files.paths import latest_round, resolve_job_log_dir
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.compiled_round import run_state_shardings, with_shardings
 from fedpax.training.experiment import Experiment, Run, check_run
-from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training.folder_owners import JobDirLock
 from fedpax.training.logging import RoundLogger
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import begin_from, check_configuration

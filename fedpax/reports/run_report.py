@@ -22,7 +22,7 @@ from fedpax.run_files.goodput import BUCKETS, Bucket, read_goodput
 from fedpax.run_files.metrics import describe_damage, select, throughput
 from fedpax.run_files.metrics_log import read_log, spread_rounds
 from fedpax.run_files.paths import CONFIGURATION, METRICS, folder_of_checkpoints, latest_round
-from fedpax.training.job_dir_lock import is_in_use
+from fedpax.training.folder_owners import is_in_use
 
 
 class RunReport(NamedTuple):

@@ -19,7 +19,7 @@ from fedpax.run_files.configuration import flatten, to_json, write_configuration
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import CHECKPOINTS, refuse_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment
-from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training.folder_owners import JobDirLock
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import check_agreement, check_configuration
 from fedpax.training.tracker import Tracker, track

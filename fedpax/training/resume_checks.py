@@ -11,16 +11,16 @@ import jax
 
 import fedpax
 from fedpax.algorithm import Params
-from fedpax.checkpoints.checkpoint_dir import CheckpointDir
 from fedpax.checkpoints.orbax_files import ocp
-from fedpax.checkpoints.participant_states import ParticipantRule, check_resizable
-from fedpax.checkpoints.saved_state import (
+from fedpax.checkpoints.participant_states import (
+    ParticipantRule,
+    check_resizable,
     check_same_leaves,
     has_saved_shape,
-    load_params,
     saved_leaves,
     shapes_of_same_clients,
 )
+from fedpax.checkpoints.saved_state import load_params
 from fedpax.clients.cohort import CohortStream, fingerprint
 from fedpax.console import count_of, print_error
 from fedpax.elastic.membership import Membership
@@ -49,7 +49,7 @@ from fedpax.run_files.paths import (
 )
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment, Run, StoredParams
-from fedpax.training.job_dir_lock import LOCK
+from fedpax.training.folder_owners import LOCK, CheckpointDir
 
 WITHOUT_EFFECT = frozenset(
     {

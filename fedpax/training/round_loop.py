@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithm import Params, State
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.checkpoints.run_position import gather_stream_state, restore_stream
+from fedpax.checkpoints.saved_state import gather_stream_state, restore_stream
 from fedpax.clients.cohort import Cohort
 from fedpax.elastic.host_copies import HostCopy
 from fedpax.elastic.membership import CopiesOfRounds

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from fedpax.checkpoints.checkpoint import Checkpoints, CheckpointWriteError
-from fedpax.checkpoints.checkpoint_dir import CheckpointDir, LostCheckpointDirError
+from fedpax.checkpoints.checkpoint import Checkpoints, CheckpointWriteError, LostCheckpointDirError
 from fedpax.checkpoints.exports import Exports
 from fedpax.checkpoints.orbax_files import Retention
 from fedpax.checkpoints.participant_states import ParticipantRule, check_rule
@@ -36,7 +35,7 @@ from fedpax.run_files.paths import (
 from fedpax.training.diagnostics import Watchdog, check_profile_at
 from fedpax.training.evaluation import EarlyStop
 from fedpax.training.experiment import Experiment, Run, check_run
-from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training.folder_owners import CheckpointDir, JobDirLock
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import (
@@ -107,7 +106,7 @@ def train(
         participant_states: how to make the states that participants keep between rounds, such as
             islands' inner optimizers, when the run resumes with another number of participants:
             "average" keeps their mean, "copy" gives participant i the state of saved participant
-            i mod n (`fedpax.checkpoints.participant_states`). The model and the state of the outer
+            i mod n (`fedpax.checkpoints.participant_weights`). The model and the state of the outer
             optimizer always come from the checkpoint.
         membership: the part of this process in an elastic job (`fedpax train --elastic`). Default
             None: there is no such job.

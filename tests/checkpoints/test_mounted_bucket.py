@@ -12,7 +12,7 @@ import pytest
 from several_processes import free_port, start_one
 from small_regression import regression
 
-from fedpax.checkpoints.object_store import is_object_store
+from fedpax.checkpoints.orbax_files import is_object_store
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.run_files.paths import latest_round
 from fedpax.training.trainer import train

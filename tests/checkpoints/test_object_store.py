@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from small_regression import single_client
 
-from fedpax.checkpoints import checkpoint, object_store
+from fedpax.checkpoints import checkpoint, orbax_files
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.checkpoints.object_store import delete_folder, is_object_store, rename_folder
+from fedpax.checkpoints.orbax_files import delete_folder, is_object_store, rename_folder
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.run_files.metrics import TIMINGS, read_metrics
 from fedpax.run_files.paths import complete_rounds
@@ -32,7 +32,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"/dev/disk {folder}/local ext4 rw 0 0".replace(" bucket", r"\040bucket"),
     ]
     listing.write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(object_store, "MOUNTS", listing)
+    monkeypatch.setattr(orbax_files, "MOUNTS", listing)
 
     def files_only(rename: Callable[..., None]) -> Callable[..., None]:
         def renamed(source: Any, target: Any, **options: Any) -> None:
@@ -56,7 +56,7 @@ def test_a_folder_in_a_bucket_is_recognized(bucket: Path, tmp_path: Path) -> Non
 def test_a_system_without_a_list_of_mounts_has_no_buckets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(object_store, "MOUNTS", tmp_path / "missing")
+    monkeypatch.setattr(orbax_files, "MOUNTS", tmp_path / "missing")
     assert not is_object_store(tmp_path)
 
 

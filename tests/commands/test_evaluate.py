@@ -16,7 +16,7 @@ from small_runs import EVERY, NAMED, REGRESSION, Command
 from fedpax.checkpoints import load_params
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.compiled_round import with_shardings
-from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training.folder_owners import JobDirLock
 
 
 def heldout_loss(output: str) -> float:

@@ -24,7 +24,7 @@ from fedpax.experiments.parts.weights import write_huggingface
 from fedpax.models import TransformerConfig, huggingface, transformer
 from fedpax.models.huggingface.config import differing_fields
 from fedpax.run_files.configuration import read_configuration, read_configuration_json
-from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training.folder_owners import JobDirLock
 
 
 def assert_same_bits(tree: Any, other: Any) -> None:

@@ -16,7 +16,7 @@ from fedpax.checkpoints.saved_state import load_params
 from fedpax.commands.parts import saved_run
 from fedpax.models import huggingface
 from fedpax.run_files.paths import complete_rounds, latest_round
-from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training.folder_owners import JobDirLock
 
 TRAIN = (sys.executable, "-m", "fedpax", "train", "--exp=diloco_text")
 

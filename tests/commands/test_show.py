@@ -11,7 +11,7 @@ from small_runs import REGRESSION, Command
 from fedpax.run_files.goodput import read_goodput
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.run_files.paths import METRICS
-from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training.folder_owners import JobDirLock
 
 
 def cells(output: str) -> list[list[str]]:

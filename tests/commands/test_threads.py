@@ -18,7 +18,7 @@ from fedpax.checkpoints import load_params
 from fedpax.checkpoints.orbax_files import QuietFailedSaves, _is_no_failed_save
 from fedpax.errors import ConfigurationError
 from fedpax.main import main
-from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training.folder_owners import JobDirLock
 
 LEAF = f"{Path(__file__).parent / 'small_leaf.py'}:line"
 

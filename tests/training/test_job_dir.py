@@ -18,8 +18,8 @@ from fedpax.experiments.pretrain import pretrain_text
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.configuration import read_configuration, write_configuration
 from fedpax.run_files.paths import CONFIGURATION
-from fedpax.training import job_dir_lock, resume_checks
-from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training import folder_owners, resume_checks
+from fedpax.training.folder_owners import JobDirLock
 from fedpax.training.resume_checks import check_configuration
 
 HOLDER = """
@@ -38,7 +38,7 @@ class OtherExperiment(Regression):
 
 
 def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / job_dir_lock.LOCK)]
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / folder_owners.LOCK)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline()
         words = rf"in use by another process \(process {holder.pid} on somehost\).*another --job_lo"
@@ -46,7 +46,7 @@ def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock(tmp_path: P
             JobDirLock(tmp_path)
         holder.send_signal(signal.SIGKILL)
     with JobDirLock(tmp_path):
-        assert f"process {os.getpid()} on " in (tmp_path / job_dir_lock.LOCK).read_text()
+        assert f"process {os.getpid()} on " in (tmp_path / folder_owners.LOCK).read_text()
 
 
 def test_the_lock_is_released_at_the_end(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
 def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     with JobDirLock(folder):
-        assert (folder / job_dir_lock.LOCK).exists()
+        assert (folder / folder_owners.LOCK).exists()
     assert list(tmp_path.iterdir()) == []
     with JobDirLock(folder):
         (folder / "metrics.jsonl").touch()
@@ -80,7 +80,7 @@ def test_a_lock_whose_file_was_deleted_meanwhile_is_taken_again(
 ) -> None:
     """The former holder deletes the file after this process opened it."""
     former = JobDirLock(tmp_path)
-    flock, calls = job_dir_lock.fcntl.flock, []
+    flock, calls = folder_owners.fcntl.flock, []
 
     def late(file: int, operation: int) -> None:
         if not calls:
@@ -88,10 +88,10 @@ def test_a_lock_whose_file_was_deleted_meanwhile_is_taken_again(
         calls.append(file)
         flock(file, operation)
 
-    monkeypatch.setattr(job_dir_lock.fcntl, "flock", late)
+    monkeypatch.setattr(folder_owners.fcntl, "flock", late)
     with JobDirLock(tmp_path):
         monkeypatch.undo()
-        assert len(calls) == 2 and (tmp_path / job_dir_lock.LOCK).exists()
+        assert len(calls) == 2 and (tmp_path / folder_owners.LOCK).exists()
         with pytest.raises(ConfigurationError, match="in use"):
             JobDirLock(tmp_path)
 

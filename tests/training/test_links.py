@@ -18,7 +18,7 @@ from fedpax.main import main
 from fedpax.pictures import save_picture
 from fedpax.run_files.metrics import read_metrics
 from fedpax.run_files.paths import FOLDERS
-from fedpax.training.job_dir_lock import JobDirLock, is_in_use
+from fedpax.training.folder_owners import JobDirLock, is_in_use
 from fedpax.training.trainer import train
 
 DRAFTS = [f".{name}.draft" for name in ("config.json", "metrics.jsonl", "goodput.json")]

@@ -20,10 +20,9 @@ from several_processes import HERE, finish, start
 from small_stores import POPULATION, stores
 from tracker_server import Server, use
 
-from fedpax.checkpoints import row_changes
+from fedpax.checkpoints import client_stores, state_parts
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.checkpoints.row_changes import lineage
-from fedpax.checkpoints.saved_rounds import find_damage
+from fedpax.checkpoints.saved_rounds import find_damage, lineage
 from fedpax.checkpoints.saved_state import load_field, load_params
 from fedpax.clients import ClientStore, client_store
 from fedpax.run_files.paths import complete_rounds, latest_round
@@ -42,14 +41,16 @@ class Store(NamedTuple):
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unbroken")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_changes, "SMALL_STORES", row_changes.SMALL_STORES)  # `build` changes it
+        patch.setattr(
+            client_stores, "SMALL_STORES", client_stores.SMALL_STORES
+        )  # `build` changes it
         train(stores(), folder)
     return folder
 
 
 @pytest.fixture(autouse=True)
 def small_stores_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_changes, "SMALL_STORES", 0)
+    monkeypatch.setattr(client_stores, "SMALL_STORES", 0)
 
 
 def state_of(folder: Path, number: int = 16) -> Any:
@@ -147,7 +148,7 @@ def test_states_of_all_clients_are_not_averaged_as_those_of_participants(
 def test_a_run_resumes_on_any_number_of_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_changes, "LARGEST_PART", 1)
+    monkeypatch.setattr(state_parts, "LARGEST_PART", 1)
     alone, resumed = tmp_path / "alone", tmp_path / "resumed"
     train_until(10, alone, clients=8, cohort=24)
     for rounds, devices in ((2, 8), (4, 3), (6, 6), (8, 1), (10, 8)):  # 528 rows on 3 and 6

@@ -14,7 +14,7 @@ from small_regression import RandomRounds, Regression, regression
 
 from fedpax.algorithm import RESERVED_METRICS, FederatedAlgorithm
 from fedpax.checkpoints import load_params
-from fedpax.checkpoints.run_position import restore_stream
+from fedpax.checkpoints.saved_state import restore_stream
 from fedpax.errors import ConfigurationError
 from fedpax.experiments.fedavg_images import fedavg_digits
 from fedpax.parallel.mesh import MeshConfig, default_devices

@@ -35,7 +35,7 @@ from fedpax.run_files.paths import (
 )
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment, Run
-from fedpax.training.job_dir_lock import is_in_use
+from fedpax.training.folder_owners import is_in_use
 
 
 class SavedRun(NamedTuple):

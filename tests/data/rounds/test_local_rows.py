@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from fedpax.checkpoints.run_position import merge
+from fedpax.checkpoints.saved_state import merge
 from fedpax.clients import Cohort
 from fedpax.data import (
     LocalRows,

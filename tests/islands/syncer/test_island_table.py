@@ -11,7 +11,7 @@ from fedpax.errors import ConfigurationError
 from fedpax.islands.syncer.island_table import FILE, IslandWatch, format_islands, read_islands
 from fedpax.islands.syncer.members import IslandReport
 from fedpax.run_files.metrics import MetricsWriter
-from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training.folder_owners import JobDirLock
 from fedpax.training.progress import Progress
 
 PARIS = IslandReport("paris", "training", 0, 640, 2.5, 39, 1, 0, 0.2)

@@ -1,4 +1,4 @@
-"""Client stores of a checkpoint, read with those that have the rest of their rows."""
+"""Client stores of a run's state, and of its checkpoints, which can have a part of their rows."""
 
 import functools
 import math
@@ -13,15 +13,87 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int64
 
-from fedpax.checkpoints import row_changes
 from fedpax.checkpoints.orbax_files import ocp, open_array, open_to_read
-from fedpax.checkpoints.row_changes import Parent, StorePath, rows_of_one_checkpoint, stores_of
+from fedpax.checkpoints.saved_rounds import Parent
 from fedpax.clients.row_blocks import RowBlocks, on_devices_of, row_blocks, write_rows
+from fedpax.clients.store import ClientStore
+
+SMALL_STORES = 1 << 24
+"""Bytes of client stores that every checkpoint holds in full."""
 
 RANGE_BYTES = 1 << 27
 """The bytes of rows that are read at once, if a chunk of them is not larger."""
 
+CLIENTS = "clients"
+
+StorePath = tuple[str, ...]
+
 Lineage = Sequence[tuple[int, Parent | None]]
+
+
+def is_store(node: Any) -> bool:
+    """Return whether a node of a state is a client store."""
+    return isinstance(node, ClientStore)
+
+
+def stores_of(state: Any) -> dict[StorePath, ClientStore[Any]]:
+    """Return the client stores of a state by their paths."""
+    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_store)
+    return {_names(path): node for path, node in nodes if is_store(node)}
+
+
+def _names(path: Any) -> StorePath:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def record_of_stores(state: Any) -> dict[str, Any] | None:
+    """Return what a saved state tells of its client stores: the numbers of clients, by path."""
+    clients = {".".join(path): store.num_clients for path, store in stores_of(state).items()}
+    return {CLIENTS: clients} if clients else None
+
+
+def without_stores(state: Any, leaf: Any = None) -> Any:
+    """Replace the client stores of a state by empty dicts, or each of their leaves by `leaf`."""
+
+    def replace(node: Any) -> Any:
+        if not is_store(node):
+            return node
+        return {} if leaf is None else jax.tree.map(lambda _: leaf, node)
+
+    return jax.tree.map(replace, state, is_leaf=is_store)
+
+
+def with_stores(state: Any, like: Any, leaves: Mapping[StorePath, Any]) -> Any:
+    """Put the leaves of client stores into a state without them."""
+    rest = iter(jax.tree.leaves(state))
+
+    def node_of(path: Any, node: Any) -> Any:
+        if is_store(node):
+            return jax.tree.unflatten(jax.tree.structure(node), leaves[_names(path)])
+        return next(rest)
+
+    return jax.tree_util.tree_map_with_path(node_of, like, is_leaf=is_store)
+
+
+def rows_of_one_checkpoint(state: Any) -> dict[StorePath, Int64[np.ndarray, " rows"]]:
+    """Return for each row of the client stores the position 0 of the checkpoint that has it."""
+    return {
+        path: np.zeros(jax.tree.leaves(store)[0].shape[0], np.int64)
+        for path, store in stores_of(state).items()
+    }
+
+
+def layouts_of(state: Any) -> dict[StorePath, RowBlocks] | None:
+    """Return the layout of each store; None if checkpoints should hold all of their rows."""
+    stores = stores_of(state)
+    leaves = jax.tree.leaves(stores)
+    if any(jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in leaves):
+        return None  # random keys, whose bits have no fingerprint
+    if sum(leaf.nbytes for leaf in leaves) < max(1, SMALL_STORES):
+        return None
+    blocks = {path: row_blocks(jax.tree.leaves(store)) for path, store in stores.items()}
+    known = {path: layout for path, layout in blocks.items() if layout is not None}
+    return known if len(known) == len(stores) else None
 
 
 class RestoredStores(NamedTuple):
@@ -70,7 +142,7 @@ def _blocks_of_large(stores: Mapping[StorePath, Any]) -> dict[StorePath, RowBloc
         leaves = jax.tree.leaves(store)
         is_extended = any(jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in leaves)
         size = 0 if is_extended else sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-        if size > row_changes.SMALL_STORES and (layout := row_blocks(leaves)) is not None:
+        if size > SMALL_STORES and (layout := row_blocks(leaves)) is not None:
             layouts[path] = layout
     return layouts
 
@@ -131,8 +203,7 @@ def _restore_all_rows(
 ) -> dict[StorePath, list[jax.Array]]:
     if not stores:
         return {}
-    options = ocp.CheckpointManagerOptions(create=False)
-    with open_to_read(folder, options) as manager:
+    with open_to_read(folder) as manager:
         saved = manager.item_metadata(step)["state"]
         fields = {name: saved[name] for name in saved}
         # Only the stores are read.
@@ -180,11 +251,7 @@ def _changed_rows(
     folder: Path, ancestors: Lineage
 ) -> Iterator[tuple[Parent, dict[StorePath, Changed]]]:
     """Read the rows of all checkpoints after the first as NumPy arrays, in this process alone."""
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=jax.process_index(), active_processes={jax.process_index()}
-    )
-    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=alone)
-    with open_to_read(folder, options) as manager:
+    with open_to_read(folder, alone=True) as manager:
         for step, parent in ancestors:
             if parent is None:
                 continue

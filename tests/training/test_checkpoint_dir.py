@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from small_regression import shared_compilation, single_client
 
-from fedpax.checkpoints import checkpoint_dir
-from fedpax.checkpoints.checkpoint_dir import OWNER, CheckpointDir, LostCheckpointDirError, is_owned
+from fedpax.checkpoints.checkpoint import LostCheckpointDirError
 from fedpax.checkpoints.saved_rounds import find_damage, write_checksums
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.commands.compare import compare
@@ -24,6 +23,8 @@ from fedpax.run_files.paths import (
     resolve_folder,
     resolve_job_log_dir,
 )
+from fedpax.training import folder_owners
+from fedpax.training.folder_owners import OWNER, CheckpointDir, is_owned
 from fedpax.training.trainer import train
 
 
@@ -78,7 +79,7 @@ def test_checkpoints_in_the_runs_folder_are_not_left_behind(tmp_path: Path) -> N
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the times of the protocol."""
     for name, seconds in (("BETWEEN_BEATS", 0.05), ("OF_SILENCE", 0.5), ("BETWEEN_LOOKS", 0.02)):
-        monkeypatch.setattr(checkpoint_dir, f"SECONDS_{name}", seconds)
+        monkeypatch.setattr(folder_owners, f"SECONDS_{name}", seconds)
 
 
 def test_a_second_run_is_refused(tmp_path: Path, quick: None) -> None:

@@ -33,8 +33,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 }
 """The methods that train one shared model: the fields in which their experiments differ."""
 
-# The settings and the client learning rates: the best of three values each over three seeds, by
-# `fedpax.experiments.benchmarks.personal_methods`.
+# The settings and the client learning rates: the best of three values each over three seeds
+# (docs/methods_compared.md).
 PERSONAL_METHODS: Mapping[str, Mapping[str, Any]] = {
     "ditto": {"method": method("ditto", lam=0.3)},
     "apfl": {"method": method("apfl", mixing=0.25)},
@@ -44,8 +44,7 @@ PERSONAL_METHODS: Mapping[str, Mapping[str, Any]] = {
 }
 """The methods for personal models, likewise."""
 
-# The client learning rates: the best of 0.03, 0.1 and 0.3 over three seeds, by
-# `fedpax.experiments.benchmarks.methods`.
+# The client learning rates: the best of 0.03, 0.1 and 0.3 over three seeds.
 DIGITS_RATES = {name: 0.3 for name in METHODS} | {"mime": 0.1, "mime_lite": 0.03}
 SYNTHETIC_RATES = {
     "fedavg": 0.1,

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import re
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ import pytest
 from fedpax.checkpoints.saved_state import load_field, load_params
 from fedpax.data import Source, load
 from fedpax.experiments import client_experiment
-from fedpax.experiments.benchmarks import personal_methods
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_methods import APFL, FedAvg
 from fedpax.experiments.parts.file_experiments import ServerState
@@ -167,51 +165,6 @@ def test_a_method_with_a_shared_model_has_the_evaluation_of_other_experiments(fe
     params = random_params(run)
     assert all(leaf.ndim <= 2 for leaf in jax.tree.leaves(params))
     assert 0 <= run.evaluate(params)["accuracy"] <= 1
-
-
-# ---- the benchmark
-
-
-@pytest.mark.slow
-def test_the_table_has_the_best_setting_of_each_method(capsys):
-    personal_methods.main(["--methods=fedavg,hypcluster", "--rates=0.001,0.3", "--rounds=20"])
-    out = capsys.readouterr().out
-    tried = re.findall(r"hypcluster, num_clusters = (\d), rate (\S+): (\S+)", out)
-    assert [row[:2] for row in tried] == [(q, r) for q in "235" for r in ("0.001", "0.3")]
-    best = max(tried, key=lambda row: float(row[2]))
-    (row,) = re.findall(r"\| hypcluster *\| *(.*?) \| *(\S+) \| *(\S+) .* \| *(\S+) \|", out)
-    assert row == (f"num_clusters = {best[0]}", best[1], best[2], "-")
-    assert "| fedavg " in out
-
-
-def test_each_setting_that_was_tried_is_printed(capsys, monkeypatch):
-    def train(self, name, setting, experiment, rounds):
-        rate = experiment.client_learning_rate
-        return personal_methods.make_row(name, setting, rate, [rate + len(setting) / 100], [])
-
-    monkeypatch.setattr(personal_methods.PersonalMethods, "train", train)
-    personal_methods.main(["--methods=alone,apfl", "--rates=0.1,0.3"])
-    tried = capsys.readouterr().out.partition("\n| ")[0].splitlines()
-    assert tried[:3] == [
-        "alone, rate 0.1: 0.100",
-        "alone, rate 0.3: 0.300",
-        "apfl, mixing = 0.25, rate 0.1: 0.230",
-    ]
-    assert len(tried) == 8
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ("--methods=fedavg,hyp", "unknown methods"),
-        ("--rounds=0", "expected at least 1"),
-        ("--seeds=a", "expected integers"),
-    ],
-)
-def test_wrong_options_are_refused(capsys, argument, words):
-    with pytest.raises(SystemExit):
-        personal_methods.main([argument])
-    assert words in capsys.readouterr().err
 
 
 def test_metrics_by_client_are_those_of_the_own_models(few_examples):

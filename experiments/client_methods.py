@@ -23,7 +23,7 @@ from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.checks import DECAY, POSITIVE
 from fedpax.clients import gather_clients
 from fedpax.clients.cohort import Cohort
-from fedpax.experiments.parts.settings import Settings, accepted, is_choice, passes_on
+from fedpax.experiments.parts.settings import FunctionSettings, accepted, is_choice, passes_on
 
 
 class ClientTraining(NamedTuple):
@@ -55,7 +55,7 @@ class ClientTraining(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class MethodConfig(Settings):
+class MethodConfig(FunctionSettings):
     """A method for clients; the base class of the methods."""
 
     group = "method"

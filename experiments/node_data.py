@@ -45,7 +45,7 @@ def experiment_data(
                 "--node-config 'files=\"/data/*.csv\"'."
             )
         return stream
-    return _Rows(experiment, node.participant)
+    return _ParticipantRounds(experiment, node.participant)
 
 
 def heldout_data(folder: str | Path, node: Node) -> Callable[[int], Cohort]:
@@ -122,7 +122,7 @@ def _with_own_files(experiment: Experiment, node: Node, files: str) -> FedAvgFil
     return at_node
 
 
-class _Rows:
+class _ParticipantRounds:
     """`round -> cohort` of one participant, from a stream of whole cohorts."""
 
     def __init__(self, experiment: Experiment, row: int) -> None:

@@ -53,6 +53,9 @@ def _escape_record(record: logging.LogRecord) -> bool:
 
 def hide_late_writes() -> None:
     """Hide the errors of Orbax's writes that end after a failed save; for a program alone."""
+    # TensorStore ends these writes in its own threads, after Orbax has closed the event loop that
+    # it made for the save. Python reports the errors to this hook alone: neither Orbax nor
+    # TensorStore has a place to catch them. The library leaves the hook as it is.
     former = sys.unraisablehook
 
     def report(unraisable: "sys.UnraisableHookArgs") -> None:

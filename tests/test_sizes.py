@@ -1,6 +1,7 @@
-"""The sizes of the house: a file has one idea, and a function fits on a screen or two."""
+"""The sizes and names of the house: a file has one idea, a function fits on a screen or two."""
 
 import ast
+import collections
 
 from test_layers import ROOT, python_files
 
@@ -48,3 +49,23 @@ def test_files_are_short() -> None:
     sizes = {name: len(path.read_text().splitlines()) for name, path in paths.items()}
     long = {name: size for name, size in sizes.items() if size > MOST_LINES_OF_A_FILE}
     assert not long, f"divide by what each part is: {long}"
+
+
+def repeated_classes(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Return the classes of one name that several modules define, with these modules."""
+    places = collections.defaultdict(list)
+    for name, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name)
+    return {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    paths = [path for path in python_files(*FOLDERS) if "benchmarks" not in path.parts]
+    assert not repeated_classes({str(p.relative_to(ROOT)): p.read_text() for p in paths})
+
+
+def test_a_repeated_class_is_found() -> None:
+    sources = {"a": "class Message: ...", "b": "if x:\n  class Message: ...", "c": "class C: ..."}
+    assert repeated_classes(sources) == {"Message": ["a", "b"]}

@@ -10,7 +10,7 @@ import pytest
 
 from fedpax.checkpoints import load_params
 from fedpax.training import tracked_runs, tracker
-from fedpax.training.tracked_runs import Description, Outcome, TrackedLine
+from fedpax.training.tracked_runs import Description, RunOutcome, TrackedLine
 
 
 class Server:
@@ -22,7 +22,7 @@ class Server:
     def __init__(self, failures: Sequence[int] = ()) -> None:
         self.entries: list[TrackedLine] = []
         self.runs: list[str] = []
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[RunOutcome] = []
         self.checkpoints: list[int] = []
         self.configuration: Any = None
         self._failures, self._calls = set(failures), itertools.count()
@@ -49,7 +49,7 @@ class Server:
         assert (folder / "config.json").is_file() and load_params(folder)
         self.checkpoints.append(round_number)
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         self.outcomes.append(outcome)
 
     @property

@@ -21,7 +21,7 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(CheckedConfig):
+class FunctionSettings(CheckedConfig):
     """The settings of one of several functions; the base of classes that are made from functions.
 
     The fields of such a class are the arguments of its function that are numbers, texts or choices.
@@ -61,7 +61,7 @@ class Settings(CheckedConfig):
         return made
 
     @classmethod
-    def chooser(cls) -> type["Settings"]:
+    def chooser(cls) -> type["FunctionSettings"]:
         """Return the base class that lists the functions."""
         return next(base for base in reversed(cls.__mro__) if "given" in vars(base))
 

@@ -12,7 +12,7 @@ from fedpax.commands.flag_table import Flag
 from fedpax.errors import UsageError
 from fedpax.experiments.catalog import experiments
 from fedpax.experiments.listing import GROUPS
-from fedpax.experiments.parts.settings import Settings
+from fedpax.experiments.parts.settings import FunctionSettings
 
 SHELLS = COMMANDS["completion"].words
 GLOBAL_WORDS = ("--help", "--version")
@@ -76,7 +76,7 @@ def _field_words(configuration: Any, path: str = "") -> list[str]:
     words = []
     for field in dataclasses.fields(configuration):
         value, name = getattr(configuration, field.name), f"{path}{field.name}"
-        if isinstance(value, Settings):
+        if isinstance(value, FunctionSettings):
             words += [f"--{name}=", *(f"--{name}={choice}" for choice in value.functions())]
         if dataclasses.is_dataclass(value):
             words += _field_words(value, f"{name}.")

@@ -328,11 +328,11 @@ def _data(clients: Clients, number: int, chunk_size: int) -> Any:
         return jax.tree.leaves(clients.read_clients(number, ids[start:stop]))
 
     shapes, tree = jax.tree.flatten(clients.shapes)
-    leaves = [_Rows(read, place, shape, chunk_size) for place, shape in enumerate(shapes)]
+    leaves = [_RoundLeaf(read, place, shape, chunk_size) for place, shape in enumerate(shapes)]
     return jax.tree.unflatten(tree, leaves)
 
 
-class _Rows:
+class _RoundLeaf:
     """One leaf of the data of a round."""
 
     def __init__(

@@ -26,7 +26,7 @@ class ArtifactError(ValueError):
     """A folder of exported stages that cannot be used; the message names the remedy."""
 
 
-class Request(NamedTuple):
+class StageRequest(NamedTuple):
     """A message of the server to the participants of a stage, as `fedpax.stages` makes it."""
 
     stage: int
@@ -94,14 +94,16 @@ class Artifact:
 
     def run(
         self, arguments: Mapping[str, Any]
-    ) -> Generator[Request, tuple[Sequence[Any], Sequence[Any], Sequence[int]], dict[str, Any]]:
+    ) -> Generator[
+        StageRequest, tuple[Sequence[Any], Sequence[Any], Sequence[int]], dict[str, Any]
+    ]:
         """Run the server's part, as `Stages.run` does, with arguments and results by name.
 
         Args:
             arguments: the server's arguments.
 
         Yields:
-            A `Request` for each stage.
+            A `StageRequest` for each stage.
 
         Receives:
             `(merged terms, shown values [answers, ...], indices of the participants)`.
@@ -140,7 +142,7 @@ class Artifact:
 
     def advance(
         self, part: int, values: Mapping[int, Any], terms: Sequence[Any]
-    ) -> tuple[dict[int, Any], Request | None]:
+    ) -> tuple[dict[int, Any], StageRequest | None]:
         """Run one part of the server, for an engine that keeps the values between the parts.
 
         Args:
@@ -159,7 +161,7 @@ class Artifact:
         if wires["stage"] is None:
             return values, None
         shared, rows = (tuple(values[v] for v in wires[kind]) for kind in ("shared", "rows"))
-        return values, Request(wires["stage"], shared, rows)
+        return values, StageRequest(wires["stage"], shared, rows)
 
     def results(self, values: Mapping[int, Any]) -> dict[str, Any]:
         """Return the server's results by name, from its values after the last part."""

@@ -93,23 +93,23 @@ class _UnknownError(Exception):
     """A value that is known only at run time."""
 
 
-class _Value(NamedTuple):
+class _Computed(NamedTuple):
     """The result of an instruction, and a function that finds its computation's parameters."""
 
     computation: Computation
     instruction: Instruction
-    parameter: Callable[[int], _Value]
+    parameter: Callable[[int], _Computed]
 
-    def operand(self, index: int) -> _Value:
+    def operand(self, index: int) -> _Computed:
         """Return an operand of the instruction."""
         name = self.instruction.operands[index]
         return self._replace(instruction=self.computation.instructions[name])
 
-    def inside(self, module: Module) -> _Value:
+    def inside(self, module: Module) -> _Computed:
         """Return the result inside the computation that a fusion or call runs."""
         reference = self.instruction.reference
         callee = module.computations[reference("calls") or reference("to_apply")]
-        return _Value(callee, callee.root, self.operand)
+        return _Computed(callee, callee.root, self.operand)
 
 
 def _trip_count(
@@ -124,15 +124,15 @@ def _trip_count(
         return int(known.group(1))
     condition = module.computations[loop.reference("condition")]
     body = module.computations[loop.reference("body")]
-    state = _Value(caller, loop, _parameters_of(sites, caller)).operand(0)
+    state = _Computed(caller, loop, _parameters_of(sites, caller)).operand(0)
     margins: list[int] = []
     try:
         for _ in range(3):
             # The only parameter of the body and of the condition is the state of the loop.
             parameter = functools.partial(lambda state, index: state, state)
-            direction, margin = _comparison(module, _Value(condition, condition.root, parameter))
+            direction, margin = _comparison(module, _Computed(condition, condition.root, parameter))
             margins.append(margin)
-            state = _Value(body, body.root, parameter)
+            state = _Computed(body, body.root, parameter)
     except _UnknownError:
         return None
     if direction in ("GT", "GE"):
@@ -145,20 +145,20 @@ def _trip_count(
     return max(0, -margins[0] // step + 1) if direction in ("LE", "GE") else None
 
 
-def _parameters_of(sites: _CallSites, computation: Computation) -> Callable[[int], _Value]:
+def _parameters_of(sites: _CallSites, computation: Computation) -> Callable[[int], _Computed]:
     """Return a function that finds the arguments of a computation with a single call."""
 
-    def parameter(index: int) -> _Value:
+    def parameter(index: int) -> _Computed:
         callers = sites.get(computation.name, [])
         if len(callers) != 1 or callers[0][1].opcode not in ("call", "fusion"):
             raise _UnknownError
         caller, call = callers[0]
-        return _Value(caller, call, _parameters_of(sites, caller)).operand(index)
+        return _Computed(caller, call, _parameters_of(sites, caller)).operand(index)
 
     return parameter
 
 
-def _comparison(module: Module, test: _Value) -> tuple[str, int]:
+def _comparison(module: Module, test: _Computed) -> tuple[str, int]:
     """Return the direction of a comparison, and its left side minus its right."""
     if test.instruction.opcode in ("fusion", "call"):
         return _comparison(module, test.inside(module))
@@ -170,7 +170,7 @@ def _comparison(module: Module, test: _Value) -> tuple[str, int]:
     )
 
 
-def _evaluate(module: Module, value: _Value, element: int | None = None) -> int:
+def _evaluate(module: Module, value: _Computed, element: int | None = None) -> int:
     """Return a scalar integer, or the integer at an index of a tuple."""
     instruction = value.instruction
     match instruction.opcode:

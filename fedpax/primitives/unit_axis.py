@@ -33,7 +33,7 @@ SAME_SHAPES = frozenset({"clamp", "select_n"})
 """Elementwise primitives that take no scalar literal beside an array `[1]`."""
 
 
-class _Value(NamedTuple):
+class _Held(NamedTuple):
     """A value of the participant, or the array `[1, ...]` that holds it."""
 
     array: Any
@@ -55,7 +55,7 @@ def keep_unit_axis(jaxpr: ClosedJaxpr, placed: Sequence[bool], stacked: int) -> 
     wanted = [i < stacked for i in range(len(jaxpr.out_avals))]
 
     def run(*args: Any) -> list[Any]:
-        outputs = _run(jaxpr, list(map(_Value, args, placed)), wanted)
+        outputs = _run(jaxpr, list(map(_Held, args, placed)), wanted)
         return [x.row() if w else x.own() for x, w in zip(outputs, wanted, strict=True)]
 
     types = [
@@ -69,14 +69,14 @@ def _with_axis(aval: Any) -> Any:
     return aval.update(shape=(1, *aval.shape), sharding=sharding)
 
 
-def _run(closed: ClosedJaxpr, args: Sequence[_Value], wanted: Sequence[bool]) -> list[_Value]:
+def _run(closed: ClosedJaxpr, args: Sequence[_Held], wanted: Sequence[bool]) -> list[_Held]:
     jaxpr = closed.jaxpr
     values = dict(zip(jaxpr.invars, args, strict=True))
-    values |= {v: _Value(c, False) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
+    values |= {v: _Held(c, False) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
     leads_to_wanted = _elementwise_sources(jaxpr, wanted)
 
-    def read(v: Var | Literal) -> _Value:
-        return _Value(v.val, False) if isinstance(v, Literal) else values[v]
+    def read(v: Var | Literal) -> _Held:
+        return _Held(v.val, False) if isinstance(v, Literal) else values[v]
 
     for eqn in jaxpr.eqns:
         inputs = [read(v) for v in eqn.invars]
@@ -94,7 +94,7 @@ def _run(closed: ClosedJaxpr, args: Sequence[_Value], wanted: Sequence[bool]) ->
                 value.row() if keeps and _has_result_shape(v, eqn) else value.own()
                 for v, value in zip(eqn.invars, inputs, strict=True)
             ]
-            outputs = [_Value(x, keeps) for x in _evaluate(jaxpr, eqn, operands)]
+            outputs = [_Held(x, keeps) for x in _evaluate(jaxpr, eqn, operands)]
         values.update(zip(eqn.outvars, outputs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 

@@ -12,10 +12,10 @@ LONGEST_LINE = 65536
 MOST_STRANGERS = 128
 """Connections without a first message that a listener keeps. Beyond them it closes the oldest."""
 
-Message = dict[str, Any]
+JsonLine = dict[str, Any]
 
 
-def parse_line(line: bytes) -> Message | None:
+def parse_line(line: bytes) -> JsonLine | None:
     """Parse a line; None if it holds no JSON object."""
     try:
         message = json.loads(line)
@@ -58,7 +58,7 @@ class JsonLineSocket:
         except OSError:
             self.closed = True
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[JsonLine]:
         """Return the messages that have arrived, when the socket is readable."""
         try:
             part = self.connection.recv(65536)
@@ -83,7 +83,7 @@ class _FirstLine:
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         self.connection, self.deadline, self._text = connection, deadline, b""
 
-    def read(self) -> Message | None:
+    def read(self) -> JsonLine | None:
         """Read what has arrived: the message, {} if there will be none, None if it is not whole."""
         try:
             part = self.connection.recv(LONGEST_LINE, socket.MSG_PEEK)
@@ -96,7 +96,7 @@ class _FirstLine:
         return {} if not part or len(self._text) > LONGEST_LINE else None
 
 
-def read_line(connection: socket.socket, seconds: float) -> Message:
+def read_line(connection: socket.socket, seconds: float) -> JsonLine:
     """Return the first message of a connection; {} if there is none within `seconds`."""
     deadline = time.monotonic() + seconds
     line = _FirstLine(connection, deadline)
@@ -109,7 +109,7 @@ def read_line(connection: socket.socket, seconds: float) -> Message:
 
 def greetings(
     server: socket.socket, deadline: float, seconds: float
-) -> Generator[tuple[socket.socket, Message], None, None]:
+) -> Generator[tuple[socket.socket, JsonLine], None, None]:
     """Accept connections until `deadline`; yield each one, left open, with its message."""
     # All connections are read beside each other, so that a slow one delays no other. A connection
     # without a message within `seconds` is closed. The message is {} for a line of something else.

@@ -151,10 +151,10 @@ def read_log(
         sums = (s for s in read_sums(folder) if after is None or s.round <= after)
         known = max(sums, default=Sum())
         if known.bytes:
-            reader = _Reader(choices())
+            reader = _LineReader(choices())
             if reader.read_known(path, known):
                 return reader.read_rest(path, known, keep)
-        return _Reader(choices()).read_rest(path, Sum(), keep)
+        return _LineReader(choices()).read_rest(path, Sum(), keep)
 
 
 def last_line(job_log_dir: str | Path, after: int | None = None) -> dict[str, Any] | None:
@@ -168,7 +168,7 @@ def last_line(job_log_dir: str | Path, after: int | None = None) -> dict[str, An
     return log.lines[-1] if log.lines else None
 
 
-class _Reader:
+class _LineReader:
     """The lines of a file, of which the chosen ones are remembered."""
 
     def __init__(self, choices: dict[str, Choice]) -> None:

@@ -140,7 +140,9 @@ def to_bytes(text: Any, size: int) -> bytes:
 
 
 class Message(NamedTuple):
-    """A message between the coordinator and a site, which any transport can carry."""
+    """A message between two processes, which any transport can carry."""
 
     header: Mapping[str, Any]  # JSON values by name
+    # Arrays by name, of any dtype of JAX. Default {}: none. The arrays of a received message are
+    # writable, and are not shared.
     arrays: Mapping[str, np.ndarray] = {}

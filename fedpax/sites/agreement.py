@@ -38,14 +38,14 @@ class Needed(str):
 _MOST_WORDS = 200
 
 
-class Outcome(NamedTuple):
+class VoteOutcome(NamedTuple):
     """The sites that differ: what differs of each, and the unstated properties that tie."""
 
     refused: dict[str, str]
     undecided: str | None
 
 
-def count_votes(sites: Mapping[str, Properties], stated: Mapping[str, str]) -> Outcome:
+def count_votes(sites: Mapping[str, Properties], stated: Mapping[str, str]) -> VoteOutcome:
     """Return the sites that differ from what the coordinator states, or from most others."""
     refused: dict[str, str] = {}
     while True:
@@ -73,7 +73,7 @@ def count_votes(sites: Mapping[str, Properties], stated: Mapping[str, str]) -> O
                         f"{_shorten(expected)}, {whose}"
                     ) + _remedy(property_name, {value, expected})
         if len(refused) == before:
-            return Outcome(refused, "; ".join(ties[:3]) or None)
+            return VoteOutcome(refused, "; ".join(ties[:3]) or None)
 
 
 def _values(property_name: str, sites: Mapping[str, Properties]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from fedpax.errors import ConfigurationError
 from fedpax.run_files.configuration import flatten
 
 TrackerName = Literal["wandb", "mlflow", "trackio"]
-Outcome = Literal["finished", "interrupted", "failed"]
+RunOutcome = Literal["finished", "interrupted", "failed"]
 
 PROJECT = "fedpax"
 """The project of a run, unless the tracker's environment variable names another one."""
@@ -63,7 +63,7 @@ class TrackedRun(Protocol):
     def log_checkpoint(self, folder: Path, round_number: int) -> None:
         """Send a folder with `config.json` and one checkpoint."""
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         """Wait until everything is sent, and record how the run ended."""
 
 
@@ -131,7 +131,7 @@ class WandbRun:
         if not self._run.offline:
             artifact.wait()
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         """Wait until everything is sent; W&B knows finished and failed runs."""
         try:
             self._run.finish(exit_code=0 if outcome == "finished" else 1)
@@ -200,7 +200,7 @@ class MlflowRun:
         del round_number
         self._client.log_artifacts(self.id, str(folder))
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         """Record how the run ended."""
         status = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}[outcome]
         self._client.set_terminated(self.id, status)
@@ -251,7 +251,7 @@ class TrackioRun:
         artifact.add_dir(str(folder))
         self._run.log_artifact(artifact, aliases=[f"round-{round_number}"])
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         """Wait until everything is written; trackio keeps no outcome."""
         del outcome
         with _quiet():

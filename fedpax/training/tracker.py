@@ -31,7 +31,7 @@ from fedpax.run_files.paths import (
     write_atomically,
 )
 from fedpax.training.experiment import Experiment
-from fedpax.training.tracked_runs import SERVICES, Description, Outcome, TrackedLine, TrackedRun
+from fedpax.training.tracked_runs import SERVICES, Description, RunOutcome, TrackedLine, TrackedRun
 
 if sys.platform != "win32":
     import resource
@@ -98,7 +98,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._lock = threading.Lock()
         self._left_out = 0
         self._closing = threading.Event()
-        self._outcome: Outcome = "failed"
+        self._outcome: RunOutcome = "failed"
         self._uploading = self._has_ended = False
         self._run: TrackedRun | None = None
         self._error: Exception | None = None

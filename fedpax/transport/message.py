@@ -3,17 +3,18 @@
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.files import check_nesting
+from fedpax.secure_sums.roster import Message as Message
 
 CHUNK_BYTES = 1 << 20
-"""Bytes of a chunk's body, at most. A header has to fit into one chunk."""
+"""Bytes of a chunk's body, at most. A header, with the arrays' names and shapes, fits into one."""
 
 CHECKSUM_BYTES = 4
 """Bytes in front of each chunk's body."""
@@ -35,17 +36,6 @@ _DTYPES = {
         *(ml_dtypes.float8_e5m2fnuz, ml_dtypes.float8_e8m0fnu),
     )
 }
-
-
-class Message(NamedTuple):
-    """A message between a syncer and an island."""
-
-    # JSON values by name. With the arrays' names and shapes, they have at most `CHUNK_BYTES`.
-    # `header["kind"]` names a message of an island.
-    header: Mapping[str, Any]
-    # Arrays by name, of any dtype of JAX. Default {}: none. The arrays of a received message are
-    # writable, and are not shared.
-    arrays: Mapping[str, np.ndarray] = {}
 
 
 class MessageError(FedpaxError, ValueError):

@@ -164,7 +164,7 @@ def _find(pattern: str, split: str | None) -> list[DataFile]:
         paths = [str(path) for path in find_paths(plain)]
     if not PLACEHOLDER.search(tail):
         return [DataFile(path, {}) for path in paths]
-    parts = [_Part(part) for part in tail.split("/") if part]
+    parts = [_PatternPart(part) for part in tail.split("/") if part]
     files = []
     for path in paths:
         # From the end: a URL's scheme and a relative path's folder are not in the pattern.
@@ -177,7 +177,7 @@ def _find(pattern: str, split: str | None) -> list[DataFile]:
     return files
 
 
-class _Part:
+class _PatternPart:
     """A part of a pattern with placeholders, between two slashes."""
 
     def __init__(self, text: str) -> None:

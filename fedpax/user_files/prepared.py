@@ -152,7 +152,7 @@ def open_prepared(folder: Path, label: str | None = None) -> TableSource:
     )
 
 
-class _Part(NamedTuple):
+class _PreparedPart(NamedTuple):
     """A prepared folder without shards."""
 
     table: pa.Table
@@ -171,7 +171,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
     return about
 
 
-def _open_part(folder: Path, about: dict[str, Any]) -> _Part:
+def _open_part(folder: Path, about: dict[str, Any]) -> _PreparedPart:
     try:
         table = _map(folder / EXAMPLES)
         starts = names = None
@@ -190,10 +190,10 @@ def _open_part(folder: Path, about: dict[str, Any]) -> _Part:
         starts[0] != 0 or not (np.diff(np.append(starts, table.num_rows)) > 0).all()
     ):
         raise _damaged(folder, "its clients do not follow one another")
-    return _Part(table, starts, names, records)
+    return _PreparedPart(table, starts, names, records)
 
 
-def _open_shards(folder: Path, about: dict[str, Any]) -> _Part:
+def _open_shards(folder: Path, about: dict[str, Any]) -> _PreparedPart:
     """Open shards as one table."""
     names = about["shards"]
     if not isinstance(names, list) or not all(_SHARD.fullmatch(str(name)) for name in names):
@@ -210,12 +210,12 @@ def _open_shards(folder: Path, about: dict[str, Any]) -> _Part:
         table = pa.concat_tables([part.table for part in parts])
         _check_examples(folder, about, table)
         if about["client"] is None:
-            return _Part(table, None, None, [])
+            return _PreparedPart(table, None, None, [])
         before = np.cumsum([0, *(len(part.table) for part in parts[:-1])])
         starts = np.concatenate([n + part.starts for n, part in zip(before, parts, strict=True)])
         clients = pa.chunked_array([c for p in parts for c in p.names.chunks])
         records = [records for part in parts for records in part.records]
-        return _Part(table, starts, clients, records if len(records) == len(parts) else [])
+        return _PreparedPart(table, starts, clients, records if len(records) == len(parts) else [])
     except (pa.ArrowException, ValueError) as error:
         raise _damaged(folder, str(error)) from error
 

@@ -27,7 +27,7 @@ from fedpax.console import escape_controls, print_error
 from fedpax.errors import UsageError
 from fedpax.experiments.catalog import ExperimentGroup, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
-from fedpax.experiments.parts.settings import Settings
+from fedpax.experiments.parts.settings import FunctionSettings
 from fedpax.extras import check_installed
 from fedpax.run_files.configuration import check_is_dataclass, seed_paths, with_seed
 from fedpax.run_files.paths import resolve_job_log_dir
@@ -262,10 +262,10 @@ def _split_seed(overrides: Sequence[str]) -> tuple[int | None, list[str]]:
     return seed, fields
 
 
-def _choosable(experiment: Experiment) -> dict[str, Settings]:
+def _choosable(experiment: Experiment) -> dict[str, FunctionSettings]:
     """Return the fields that hold the settings of one of several functions, by name."""
     values = {f.name: getattr(experiment, f.name) for f in dataclasses.fields(experiment)}
-    return {name: value for name, value in values.items() if isinstance(value, Settings)}
+    return {name: value for name, value in values.items() if isinstance(value, FunctionSettings)}
 
 
 def _choose(experiment: Experiment, overrides: Sequence[str]) -> tuple[Experiment, list[str]]:
@@ -292,7 +292,7 @@ def _unset(config_class: type[Any]) -> Any:
     return made
 
 
-def _describe_choices(name: str, value: Settings) -> str:
+def _describe_choices(name: str, value: FunctionSettings) -> str:
     """Return the lines of `--help` on the functions of a field."""
     lines = [f"\n\n--{name}=NAME sets the {value.group} and --{name}.FIELD its fields. The names:"]
     lines += [f"  {choice}: {summary}" for choice, summary in value.summaries().items()]

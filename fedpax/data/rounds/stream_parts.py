@@ -23,7 +23,7 @@ from fedpax.text.conversation import Conversation
 SAMPLED_DOCUMENTS, SAMPLED_BYTES = 256, 65_536
 """Documents of a fingerprint, and bytes of each."""
 
-Settings = Mapping[str, int | str]
+StreamSettings = Mapping[str, int | str]
 """The settings that determine a stream: streams with equal settings give equal cohorts."""
 
 
@@ -197,7 +197,7 @@ def evenly_spaced(length: int, max_count: int = 1000) -> NDArray[np.int64]:
     return np.linspace(0, length - 1, min(length, max_count)).astype(np.int64)
 
 
-def check_state(state: Any, settings: Settings, position: str) -> Any:
+def check_state(state: Any, settings: StreamSettings, position: str) -> Any:
     """Check that a state was saved by a stream with equal settings, and return its position."""
     if not isinstance(state, Mapping) or not {"settings", position} <= state.keys():
         raise ArgumentError(

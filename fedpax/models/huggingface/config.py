@@ -70,7 +70,7 @@ LLAMA3_ROPE: Mapping[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 
 
 def from_entries(entries: Entries, source: str) -> TransformerConfig:
     """Convert the entries of config.json; `dtype` is theirs, float32 in place of float16."""
-    read = _Reader(entries, source)
+    read = _ConfigEntries(entries, source)
     model_type = entries.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise read.unsupported("model_type", f"one of {', '.join(FAMILIES)}")
@@ -203,7 +203,7 @@ def _without_ineffective(config: TransformerConfig) -> TransformerConfig:
     return dataclasses.replace(config, **changes)
 
 
-class _Reader(NamedTuple):
+class _ConfigEntries(NamedTuple):
     """Entries of a file, with messages that name the file."""
 
     entries: Entries
@@ -240,7 +240,7 @@ class _Reader(NamedTuple):
         return value
 
 
-def _sliding_window(read: _Reader, model_type: str) -> int | None:
+def _sliding_window(read: _ConfigEntries, model_type: str) -> int | None:
     entries = read.entries
     if model_type == "llama" or (model_type == "qwen3" and not entries.get("use_sliding_window")):
         window = None
@@ -277,14 +277,14 @@ def _sliding_window(read: _Reader, model_type: str) -> int | None:
     )
 
 
-def _rope_fields(read: _Reader, family: Family) -> dict[str, Any]:
+def _rope_fields(read: _ConfigEntries, family: Family) -> dict[str, Any]:
     """Convert the rotary positions: `rope_parameters` of transformers 5, `rope_theta` before."""
     entries = read.entries
     name = "rope_scaling" if entries.get("rope_scaling") else "rope_parameters"
     rope = entries.get(name) or {}
     if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
         raise read.unsupported(name, "one object of numbers for all layers")
-    inner = _Reader(rope, f"{read.source}, {name}")
+    inner = _ConfigEntries(rope, f"{read.source}, {name}")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise ArgumentError(

@@ -1,8 +1,4 @@
-"""Aggregators as configuration: the functions of `fedpax.aggregators`, with their settings.
-
-An aggregator is a function of `fedpax.aggregators` that returns an `Aggregator`. Its arguments that
-are plain values are fields of its configuration.
-"""
+"""Aggregators as configuration: the functions of `fedpax.aggregators`, with their settings."""
 
 import dataclasses
 import inspect

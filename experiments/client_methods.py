@@ -1,8 +1,4 @@
-"""Methods for clients as configuration: the functions of `fedpax.algorithms`, with their settings.
-
-A method is a function `(loss_fn, *, cohort_size, ...) -> FederatedAlgorithm` of
-`fedpax.algorithms`. Its arguments that are plain values are fields of its configuration.
-"""
+"""Methods for clients as configuration: functions of `fedpax.algorithms`, with settings."""
 
 import dataclasses
 import inspect

@@ -1,12 +1,7 @@
 """FedAvg on text: each client has its own documents, such as the files of one module.
 
-    fedpax train --exp=pretrain_text --model.scale_embeddings=False --job_log_dir=runs/base
-    fedpax export --job_log_dir=runs/base --out=models/base
-    fedpax train --exp=fedavg_lora_text --model.weights=models/base --job_log_dir=runs/lora
-
-The third command trains adapters (LoRA): clients receive and send these and not the model.
-
-At sites with their own documents, `fedpax syncer` and `fedpax join` run the same rounds.
+`fedpax train --exp=fedavg_lora_text --model.weights=models/base` trains adapters of a model that
+`fedpax export` has written. At sites, `fedpax syncer` and `fedpax join` run the rounds.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """The experiments that come with fedpax: the module and the summary of each, by name.
 
-A new experiment has a row here. The summary is the first line of the function's docstring, so that
-`fedpax list` imports no experiment.
+The summary is the first line of the function's docstring: `fedpax list` imports no experiment.
 """
 # ruff: noqa: E501, an experiment has one line
 # fmt: off

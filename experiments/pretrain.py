@@ -1,11 +1,7 @@
 """Pretraining of language models: SPMD training on one island, DiLoCo on several.
 
-    fedpax train --exp=pretrain_text --job_log_dir=runs/pretrain_text
-    fedpax plan --exp=diloco_llama_8b --topology=v5e:16x16 --slices=4
-
-The mesh follows from the islands, the model and the devices. Every experiment also runs on another
-mesh, such as `--mesh.fsdp=16 --mesh.tensor=2`. `fedpax plan` reports whether it fits the memory of
-the devices.
+Every experiment also runs on another mesh, such as `--mesh.fsdp=16 --mesh.tensor=2`. `fedpax plan`
+reports whether it fits the memory of the devices.
 """
 
 import dataclasses

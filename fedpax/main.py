@@ -196,10 +196,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _status_of(error: Exception) -> int | None:
-    """Return the exit status of an error whose message is enough. None: show a traceback.
-
-    Errors about an argument and OSErrors that passed through others' code, except JAX, need it.
-    """
+    """Return the exit status of an error whose message is enough. None: show a traceback."""
     if not isinstance(error, FedpaxError | OSError):
         return None
     if isinstance(error, FedpaxError) and not isinstance(error, CALLERS_ERRORS):

@@ -25,10 +25,7 @@ def expand_home(path: str | Path) -> Path:
 
 
 def find_paths(pattern: str | Path) -> list[Path]:
-    """Return the paths that match a pattern, in order; a part that exists stands for itself.
-
-    The part `**` stands for folders at any depth, or for none; at the end for all files below.
-    """
+    """Return the paths that match a pattern, in order; a part that exists stands for itself."""
     whole = expand_home(pattern)
     matches = [Path(whole.anchor)]
     for part in whole.parts[bool(whole.anchor) :]:

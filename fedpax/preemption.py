@@ -19,12 +19,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class PreemptionGuard:
-    """A context manager that turns SIGTERM and the first Ctrl-C into a stop after the round.
+    """A context manager that turns SIGTERM and the first Ctrl-C into a stop after the round."""
 
-    A second Ctrl-C raises `KeyboardInterrupt`. With `jax.distributed`, JAX's preemption service
-    handles SIGTERM and makes every process stop after the same round. Outside the main thread,
-    where Python allows no handlers, signals are not noticed.
-    """
+    # With `jax.distributed`, JAX's preemption service makes every process stop after the same
+    # round. Outside the main thread, where Python allows no handlers, signals are not noticed.
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

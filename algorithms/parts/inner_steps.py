@@ -132,11 +132,7 @@ Tree = TypeVar("Tree", bound=chex.ArrayTree)
 
 
 def keep_finite(aggregator: Aggregator, before: Tree, after: Tree) -> Tree:
-    """Return what a participant keeps after a round; `before` if a number of it turned non-finite.
-
-    A robust aggregator keeps the model finite, so training goes on. Beside any other, it is
-    `after`.
-    """
+    """Return what a participant keeps; `before` if it is non-finite beside a robust aggregator."""
     if not aggregator.tolerates_non_finite:
         return after
     turned = [

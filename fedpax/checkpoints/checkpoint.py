@@ -67,11 +67,9 @@ class LostCheckpointDirError(FedpaxError, OSError):
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
-    """The checkpoints in a run's folder; a context manager.
+    """The checkpoints in a run's folder, which are written while it trains; a context manager."""
 
-    The files are written while the training continues: under a temporary name, with a checksum of
-    each file, and renamed. A process that is killed leaves the previous complete checkpoint.
-    """
+    # They are renamed when they have the checksum of each file: a kill leaves the one before.
 
     def __init__(
         self,

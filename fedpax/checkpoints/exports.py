@@ -92,12 +92,10 @@ SECONDS_BETWEEN_LOOKS = 0.2
 
 
 class Exports(AbstractContextManager["Exports"]):
-    """A thread that writes the model of some checkpoints to `exports/ROUND`; a context manager.
+    """A thread that writes the model of some checkpoints to `exports/ROUND`; a context manager."""
 
-    The training waits only if the next export is due before the last one is complete. After a kill
-    the next process writes the folder again: until then the run keeps the checkpoint. A failure is
-    printed, and does not stop the run.
-    """
+    # After a kill the next process writes the folder again: until then the run keeps the
+    # checkpoint.
 
     def __init__(
         self,

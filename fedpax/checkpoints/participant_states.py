@@ -82,12 +82,10 @@ def resize_participants(
     rule: ParticipantRule = "average",
     kept: Sequence[int | None] | None = None,
 ) -> jax.Array:
-    """Make a placed array for another number of participants.
-
-    Floating-point values are averaged in float32 or wider by `participant_weights`; a state that is
-    only copied keeps its bits. Other values come from the saved participant of the largest weight,
-    and random keys from it are folded with the new participant's index.
-    """
+    """Make a placed array for another number of participants."""
+    # Means are in float32 or wider; a state that is only copied keeps its bits. Other values come
+    # from the saved participant of the largest weight, and its random keys are folded with the new
+    # index.
     if saved.shape == like.shape:
         return saved
     weights = participant_weights(saved.shape[0], like.shape[0], rule)
@@ -245,10 +243,8 @@ def check_same_leaves(
 
 
 def shapes_of_same_clients(like: Any, saved: SavedLeaves) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Return the saved shapes, with the experiment's numbers of rows for stores of equal clients.
-
-    A row belongs to one client, or is padding, whose number depends on the devices.
-    """
+    """Return the saved shapes, with the experiment's numbers of rows for equal clients' stores."""
+    # A row belongs to one client, or is padding, whose number depends on the devices.
     shapes = dict(saved.shapes)
     for path, store in stores_of(like).items():
         for name, leaf in ocp.tree.to_flat_dict({"rows": store.rows}).items():

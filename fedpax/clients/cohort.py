@@ -208,10 +208,7 @@ def check_distinct_clients(
     client_ids: Any,
     remedy: str = "Or give the client's examples as one participant.",
 ) -> None:
-    """Raise if a client is twice in a cohort: only one of its new states could be stored.
-
-    Under `jax.jit`, where the ids are not known, nothing is checked.
-    """
+    """Raise if a client is twice in a cohort: only one of its new states could be stored."""
     if isinstance(client_ids, jax.core.Tracer):
         return
     if isinstance(client_ids, jax.Array) and not client_ids.is_fully_addressable:
@@ -242,10 +239,7 @@ def _check_num_steps(num_steps: Any, batches: Any) -> None:
 
 
 def _check_sum_of_weights(weights: np.ndarray[Any, Any]) -> None:
-    """Raise if the weights of a round are not finite, or their sum is out of their range.
-
-    Here, because inside `jax.jit` the mean would be NaN, or each participant absent.
-    """
+    """Raise if weights are not finite or sum out of range: in `jax.jit` the mean would be NaN."""
     if not jax.numpy.issubdtype(weights.dtype, np.floating):
         return
     positive = np.maximum(weights, 0).astype(np.float64)

@@ -59,11 +59,7 @@ def prepare_beam(
     flags: Sequence[str] = (),
     **loading: Any,
 ) -> PreparedShards:
-    """Sort files by client on many machines, as `fedpax.data.prepare` does with its arguments.
-
-    The folder is divided into shards, each a prepared folder. A file is read by one worker, twice.
-    prepared.json is written last: after an interruption, prepare again.
-    """
+    """Sort files by client on many machines, as `fedpax.data.prepare` does with its arguments."""
     options = LoadOptions(**loading)
     pipeline_options("prepare_beam", flags)
     check_arguments(on_bad_row, memory)

@@ -1,29 +1,7 @@
 """The coordinator of an elastic job (`--keeper`): decides which processes train together.
 
-Each process of the job is a supervisor, which uses no accelerator and starts a training process.
-The supervisors are connected to the keeper. A **generation** is a run of the training processes. It
-ends when one of them ends, or when a supervisor leaves or joins. The next generation has the
-supervisors that are connected then. After a failure it resumes from the copies of the state in the
-memory of its hosts, if all have the copy of a round after the newest checkpoint. If the program
-then fails in the next round again, the generation after it resumes from the checkpoint. A message
-is one line of JSON:
-
-| supervisor to keeper | |
-|---|---|
-| `process`, `count`, `host`, `round`, `copies` | the supervisor joins |
-| `beat` | the supervisor runs |
-| `ended`, `generation`, `round`, `copies` | its training process ended with this status |
-| `signal` | the supervisor received a signal to stop; the job's status |
-
-`round` is the newest checkpoint, and `copies` are names `JOB-ROUND`.
-
-| keeper to supervisor | |
-|---|---|
-| `start`, `members`, `address`, `port` | start a training process for this generation of members |
-| `job`, `round` (of `start`) | the job's name; the round whose copies are read, or null |
-| `save` or `kill` | make the training process save and end, or end it at once |
-| `stop`, `reason` | the job ends with this status |
-| `beat` | the keeper runs |
+Each process has a supervisor, which starts a training process. A **generation** is a run of the
+training processes. It ends when one of them ends, or a supervisor leaves or joins.
 """
 
 import contextlib

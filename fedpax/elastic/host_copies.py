@@ -1,8 +1,7 @@
 """Copies of a run's state in the memory of each host, from which an elastic job resumes.
 
-A training process writes its own shards, and the next one reads them without a collective. If only
-a lost host had a shard, the run resumes from its checkpoint. Participants have **numbers**: island
-2 keeps its number when island 1 is lost.
+If only a lost host had a shard, the run resumes from its checkpoint. Participants have
+**numbers**: island 2 keeps its number when island 1 is lost.
 """
 
 import contextlib

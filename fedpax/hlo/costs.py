@@ -1,7 +1,6 @@
 """FLOPs and memory traffic of a compiled program, counted from its text.
 
-`jax.stages.Compiled.cost_analysis` counts the body of a loop once. Here the body of a loop counts
-as often as it runs.
+The body of a loop counts as often as it runs; `cost_analysis` of JAX counts it once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Logical axes of parameters and activations, and the table of rules that shards them.
 
-A model gives the axes of its arrays logical names, such as ("embed", "mlp"), and is independent of
-the mesh. The table RULES maps each logical axis to the mesh axes that shard it. Mesh axes that a
-mesh does not have are ignored, so the same model runs on one device, sharded, and inside federated
-programs.
+RULES maps a logical axis, such as "embed", to mesh axes. Those that a mesh does not have are
+ignored, so a model runs on one device, sharded, and inside federated programs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Transfers between slices: the local steps that hide them, and the time that stays exposed.
 
-Matmuls and transfers follow the schedule of the compiled program. Transfers run one after another.
-Time in which the program waits for a transfer is *exposed*.
-
-Across sites, the gradient of a layer can be sent when its backward pass, layer by layer from the
-last one, has ended in the last step before the exchange.
+Transfers follow the schedule of the compiled program, one after another. Across sites, a layer's
+gradient can be sent when its backward pass of the last step has ended.
 """
 
 from __future__ import annotations

@@ -293,10 +293,7 @@ def _assign_in_turn(
     num_participants: int,
     draw: Callable[[_Counts, _Counts], _Counts],
 ) -> Int64[np.ndarray, " examples"]:
-    """Return the participant of each example, where participants draw one after another.
-
-    `draw(sizes [participants], remaining [classes])` returns counts `[participants, classes]`.
-    """
+    """Return the participant of each example, where participants `draw` one after another."""
     # Many participants draw in blocks of up to 1/256 of the participants that are left: the
     # examples that a block finds are nearly those that each of its participants would find.
     in_blocks = num_participants > MOST_IN_TURN

@@ -159,10 +159,7 @@ _HALF, _LOW = np.uint64(32), np.uint64(2**32 - 1)
 
 
 def first_normals(seed: int, clients: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
-    """Return the first standard normal variate of the generator of each client.
-
-    They equal the variates of `RandomState(Philox(key=[seed, client]))` but for the last bit.
-    """
+    """Return the first normals of `RandomState(Philox([seed, client]))`, but for the last bit."""
     normals = np.empty(len(clients))
     left, counter = np.arange(len(clients)), 0
     while len(left):  # a point of the square is in the circle with probability pi / 4

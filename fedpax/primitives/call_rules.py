@@ -1,8 +1,4 @@
-"""Rules of primitives that call a function given as a jaxpr: derivatives, batching and pruning.
-
-A map runs its function once per participant, on slices; a program runs it once. Each rule derives a
-new jaxpr and binds the same primitive with it.
-"""
+"""Rules of primitives that call a function given as a jaxpr: derivatives, batching and pruning."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -154,10 +150,8 @@ def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
 
 
 def _rematerializes_maps(closed: ClosedJaxpr) -> bool:
-    """Return whether the backward pass recomputes maps that the user put under `jax.checkpoint`.
-
-    It does not if effects would run twice, or if another map is inside of a `jax.checkpoint`.
-    """
+    """Return whether the backward pass recomputes maps that the user put under `jax.checkpoint`."""
+    # Not if effects would run twice, or if another map is inside of a `jax.checkpoint`.
     maps = list(_maps(closed.jaxpr))
     return any(is_map for is_map, _ in maps) and not (
         closed.effects or any(under_checkpoint for _, under_checkpoint in maps)
@@ -180,11 +174,9 @@ def _maps(jaxpr: Jaxpr, under_checkpoint: bool = False) -> Iterator[tuple[bool, 
 
 
 def _is_saveable(primitive: Primitive, *_: Any, **params: Any) -> bool:
-    """Return whether the backward pass reads an equation's results: the policy of `jax.checkpoint`.
-
-    Saved are results of reductions, of maps that are not under `jax.checkpoint`, and of programs,
-    except those with rematerialized maps that return placed values.
-    """
+    """Return whether the backward pass reads an equation's results, for `jax.checkpoint`."""
+    # Saved are results of reductions, of maps that are not under `jax.checkpoint`, and of programs,
+    # except those with rematerialized maps that return placed values.
     if primitive.name == "federated_map":
         return not is_rematerialized(params["jaxpr"])
     if primitive.name == "federated_program":

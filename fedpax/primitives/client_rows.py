@@ -1,7 +1,6 @@
 """Rows of clients: a loop over a cohort reads and writes them in the store of all clients.
 
-On a mesh, each device has an equal block of the rows. The states of a chunk go around the ring of
-devices, forward to be read and back to be written, only as far as the chunk's rows move.
+The states of a chunk go around the ring of devices only as far as the chunk's rows move.
 """
 
 import math

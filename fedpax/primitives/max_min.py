@@ -1,12 +1,7 @@
 """`federated_max` and `federated_min`, and their derivative.
 
-The derivative needs to know which participants attain the extremum. Comparing values again is not
-enough: a recomputed value can round differently, and then equals the extremum of no participant.
-So the forward pass of a derivative uses `federated_max_with_set` (or `min`), which also returns
-the set of participants that attain the extremum, one bit for each. Of more participants than
-`_MOST_BITS`, `federated_max_with_ties` returns the index of the first and of the last one that
-attain it, and the number of ties. With one or two ties these indices are exact. With three or more,
-the participants between the first and the last are found by comparing values.
+The forward pass of a derivative returns which participants attain the extremum: a recomputed value
+can round differently, and then equals the extremum of no participant.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The form that all reductions share, and the rules that they have in common.
+"""The form of all reductions, and their common rules.
 
-A reduction is `finish(combine(terms(x[0]), ..., terms(x[n - 1])))`, where `combine` is associative.
-The streaming pass uses the three parts separately, so that it can reduce participants chunk by
-chunk and never hold the terms of all of them.
+`finish(combine(terms(x[0]), ..., terms(x[n - 1])))` with an associative `combine`: the streaming
+pass reduces chunk by chunk.
 """
 
 from collections.abc import Callable

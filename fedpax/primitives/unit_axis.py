@@ -1,9 +1,7 @@
 """Compute the end of one participant's step on arrays `[1, ...]`.
 
-The last equations of a training step, such as the optimizer's equations, compute the new state from
-the old one elementwise. If they work on arrays `[1, ...]`, the new state takes the buffers of the
-donated old one. If the axis is removed before the step and added after it, XLA on CPU fuses both
-reshapes into these equations, computes them twice, and copies the state.
+The new state then takes the buffers of the donated old one. If the axis is removed and added again,
+XLA on CPU fuses both reshapes into the optimizer, computes it twice, and copies the state.
 """
 
 from collections.abc import Sequence
@@ -47,11 +45,7 @@ class _Held(NamedTuple):
 
 
 def keep_unit_axis(jaxpr: ClosedJaxpr, placed: Sequence[bool], stacked: int) -> ClosedJaxpr:
-    """Return a participant's function as a function of arrays with a leading axis of size 1.
-
-    An elementwise equation keeps the axis if an operand has it and a stacked result follows by
-    elementwise equations alone.
-    """
+    """Return a participant's function as a function of arrays with a leading axis of size 1."""
     wanted = [i < stacked for i in range(len(jaxpr.out_avals))]
 
     def run(*args: Any) -> list[Any]:

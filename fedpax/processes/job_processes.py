@@ -1,7 +1,6 @@
 """The roll call: find the missing process of a job, before JAX connects them.
 
-JAX aborts without naming it. So process 0 first listens on the coordinator's port itself, and
-answers when all have connected, or sends the numbers of the missing processes.
+JAX aborts without naming it. So process 0 first listens on the coordinator's port itself.
 """
 
 import contextlib

@@ -63,11 +63,7 @@ def class_name(configuration: Any) -> str:
 
 
 def from_json(value: Any, file: str | PurePath = CONFIGURATION, own: Collection[type] = ()) -> Any:
-    """Rebuild a configuration from the result of `to_json`, and run no code that it names.
-
-    A class that it names is one of fedpax's dataclasses, or one in `own`. Missing fields take their
-    defaults.
-    """
+    """Rebuild a configuration from the result of `to_json`, and run no code that it names."""
     if isinstance(value, list):
         return tuple(from_json(item, file, own) for item in value)
     if not isinstance(value, dict):

@@ -36,10 +36,7 @@ def parse_best_metric(text: str) -> BestMetric:
 
 
 class Evaluations:
-    """The evaluations of a run: the best one, and the number since then.
-
-    It depends on the logged metrics alone, so that a run that resumes comes to the same result.
-    """
+    """The evaluations of a run: the best one, and the number since then, as logged."""
 
     def __init__(
         self, lines: Iterable[Mapping[str, Any]], keep_best: str | None, stop_after: int

@@ -106,12 +106,10 @@ def throughput(rounds: Iterable[Mapping[str, Any]]) -> float:
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
-    """A writer that appends to `metrics.jsonl` and to TensorBoard's files; a context manager.
+    """A writer that appends to `metrics.jsonl` and to TensorBoard's files; a context manager."""
 
-    A run that resumes after round r drops the lines of later rounds, so that the file equals the
-    file of an uninterrupted run apart from `TIMINGS`. `kept` are the lines of the last rounds
-    (`metrics_log.LAST_ROUNDS`) and lines without a round of earlier processes.
-    """
+    # A run that resumes after round r drops the lines of later rounds: but for `TIMINGS`, the file
+    # equals the file of an uninterrupted run.
 
     def __init__(
         self,

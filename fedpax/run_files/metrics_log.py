@@ -1,7 +1,6 @@
 """The lines of a run's `metrics.jsonl`, of which long files are read without parsing every line.
 
-A checkpoint records the file's size and checksum. First bytes that still have it are whole, and
-only the lines that a caller chooses are parsed. All other lines are parsed and checked.
+First bytes that have the checksum of a checkpoint are whole: of them, only chosen lines are parsed.
 """
 
 import functools

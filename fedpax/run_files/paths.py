@@ -66,10 +66,7 @@ def resolve_job_log_dir(job_log_dir: str | Path) -> Path:
 
 
 def resolve_folder(folder: str | Path) -> Path:
-    """Return a folder of a file system as an absolute path, or a folder in a bucket.
-
-    Orbax writes to `gs://` alone: it takes any other URL for a path.
-    """
+    """Return a folder as an absolute path, or in a bucket; Orbax writes to `gs://` alone."""
     if not is_remote(folder):
         return resolve_job_log_dir(folder)
     url = str(folder).rstrip("/")

@@ -27,10 +27,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class DownlinkArrays(NamedTuple):
-    """Arrays for all sites: whole, or coded as differences from `base`.
-
-    A site that has the base has `target` then, of this checksum.
-    """
+    """Arrays for all sites: whole, or coded as differences from `base`, to `target`."""
 
     whole: Arrays
     coded: Arrays | None

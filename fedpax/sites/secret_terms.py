@@ -129,12 +129,8 @@ def ask_for_sums(
     report: Callable[[str, str], None],
     signer: "Signer | None" = None,
 ) -> dict[str, SiteReply] | None:
-    """Ask sites as `TaskExchange.ask` does, for the sum of their terms alone.
-
-    The first reply has the sum, and the others have no arrays. It raises a `SecureSumError` if too
-    few sites or clients are left, or if shares do not fit. Malformed or unsigned answers are left
-    out.
-    """
+    """Ask sites as `TaskExchange.ask`, for the sum of their terms alone, in the first reply."""
+    # Malformed or unsigned answers are left out; too few sites or clients raise a `SecureSumError`.
     from fedpax.secure_sums import CoordinatorSide, SecureSumError
 
     session = f"{exchange.run} {task.token} {task.header['stage']}"

@@ -34,10 +34,7 @@ class SiteState(NamedTuple):
 
 
 class SiteFile(NamedTuple):
-    """The content of `site.json`.
-
-    `process` is a secret name, by which the next process in this folder may take over at once.
-    """
+    """The content of `site.json`; `process` is a secret, by which the next process takes over."""
 
     run: str | None = None
     finished: bool = False

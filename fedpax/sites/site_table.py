@@ -20,11 +20,10 @@ LATE = "it did not answer in time"
 
 
 class Attendance:
-    """The deadlines that a site has missed, by the kind of the task.
+    """The deadlines that a site has missed, by the kind of the task."""
 
-    A missed deadline counts 1, and a round that the site was part of takes 1 back. A late answer is
-    in time if the task ended early, because the site was not waited for.
-    """
+    # A round that the site was part of takes 1 back. A late answer is in time if the task ended
+    # early, because the site was not waited for.
 
     def __init__(self) -> None:
         self.missed: Counter[str] = Counter()

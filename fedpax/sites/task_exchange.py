@@ -46,10 +46,7 @@ LONGEST_UPLOAD = 600.0
 
 
 class TaskExchange:
-    """Answers sites, and collects their replies to one task at a time.
-
-    `handle` is called in the threads of the server, everything else in the coordinator's thread.
-    """
+    """Answers sites in threads of the server, and collects their replies to one task at a time."""
 
     def __init__(
         self,
@@ -344,11 +341,9 @@ class TaskExchange:
     def ask(
         self, task: Task, quorum: int, seconds: float, stop: Callable[[], bool]
     ) -> dict[str, SiteReply] | None:
-        """Ask sites, and return the replies by name, sorted.
-
-        It returns when each site has answered, is silent or is overdue, or, after `seconds`, when a
-        quorum has answered. None: `stop()` is True before, or no quorum is left.
-        """
+        """Ask sites; return the replies by name, sorted; None: `stop()`, or no quorum is left."""
+        # It returns when each site has answered, is silent or is overdue, or, after `seconds`, when
+        # a quorum has answered.
         deadline = time.monotonic() + seconds
         self._forget_replies()
         with self._changed:

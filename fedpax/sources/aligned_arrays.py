@@ -28,10 +28,9 @@ class _Memory:
 
 
 class ReusedMemory:
-    """Memory for arrays of one field; an array's memory is reused once nothing refers to it.
+    """Memory for arrays of one field, which is reused once nothing refers to an array."""
 
-    The first write to new memory takes as long as the copy, because the system clears its pages.
-    """
+    # The first write to new memory takes as long as the copy: the system clears its pages.
 
     def __init__(self) -> None:
         self._idle: list[_Memory] = []
@@ -87,11 +86,9 @@ def take_aligned(
     *,
     read_only: bool = False,
 ) -> NDArray[Any]:
-    """Gather rows into an array that JAX need not copy; the indices are in range.
-
-    Rows of `padding`, bool `[clients, rows of a client]`, are zeros where that saves time. If the
-    array is read-only, its zeros are not written again when its memory is reused.
-    """
+    """Gather rows into an array that JAX need not copy; the indices are in range."""
+    # Rows of `padding`, bool `[clients, rows]`, are zeros where that saves time; those of a read-
+    # only array are not written again when its memory is reused.
     if values.dtype.hasobject or not values.size:
         return values[indices]
     rows, owner = memory.array((len(indices), *values.shape[1:]), values.dtype)

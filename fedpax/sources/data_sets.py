@@ -1,12 +1,4 @@
-"""open_data_set: open a data set of TFDS, prepared to array_record, without TensorFlow.
-
-- The embedded data sets, `stdlib_text` and `digits`, are made from files that every machine has:
-  whole splits in memory, and prepared by TFDS where a folder is given or a part of a split.
-- The federated ones (EMNIST, Shakespeare, Stack Overflow, CIFAR-100) are prepared from TensorFlow
-  Federated's archives, by download or from a local copy.
-- All others are TFDS's own. Preparing them needs a network once.
-- Texts in other array_record files are opened by the path of the files.
-"""
+"""Open a data set of TFDS, prepared to array_record, without TensorFlow."""
 
 import contextlib
 import difflib

@@ -1,35 +1,7 @@
 """The embedded data sets: scikit-learn's digits and the Python standard library's sources.
 
-They need no download, and no TFDS: the examples are the same, in the same order, in memory.
-
-The digits are 1,797 images of 8 x 8 pixels from 13 writers. scikit-learn's pixel values 0 to 16 are
-scaled to 0 to 255 and rounded, with one channel, as is usual in TFDS. The split `test` has about
-one image in five and `train` the rest. The SHA-256 of an image's index in scikit-learn's order
-decides, so both splits have images of every writer.
-
-`digits.npz` has labels in scikit-learn's order, and pixels `[8, 8, images]` sorted by label: this
-order compresses best.
-
-An example of the texts is one source file: its `text`, its `path` in the library, and its `client`,
-the top-level module or package. These files are excluded:
-
-- installed packages (site-packages, dist-packages, sitecustomize.py);
-- the library's tests (folders test, tests and idle_test): they are larger than the library itself,
-  and many distributions of Python do not install them;
-- files that describe the build machine (_sysconfigdata_*.py, the folder config-*);
-- empty files, and files that are not UTF-8.
-
-The split `heldout` has about one file in ten and `train` the rest. The SHA-256 of a file's path
-decides, so a file is in the same split on every machine and in every version of Python. Held-out
-text comes both from clients in `train` and from unseen clients.
-
-The configuration is the version of the running Python: `stdlib_text/cpython-3.11.7/1.0.0`. Some
-distributions package parts of the library separately (tkinter, idlelib) and have less text for the
-same version, so compare results of two machines only if their data are equal.
-
-Reference:
-    Alpaydin, Kaynak. Optical Recognition of Handwritten Digits. UCI Machine Learning
-    Repository, 1998, CC BY 4.0.
+The SHA-256 of an image's index or of a file's path decides its split. So an example is in the same
+split on every machine; the texts depend on the version of Python, `cpython-3.11.7`.
 """
 
 import hashlib
@@ -45,6 +17,8 @@ import numpy as np
 
 from fedpax.sources.source import Source
 
+# Tests are larger than the library, and many distributions do not install them. The other ones are
+# installed packages, and files that describe the build machine.
 _EXCLUDED_FOLDERS = (
     "__pycache__",
     "dist-packages",
@@ -114,6 +88,8 @@ def is_test(index: int) -> bool:
 
 def digit_examples(split: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the examples of the split `train` or `test`, each with its key in TFDS."""
+    # Alpaydin, Kaynak. Optical Recognition of Handwritten Digits. UCI Machine Learning Repository,
+    # 1998, CC BY 4.0. Pixels `[8, 8, images]` from 0 to 16 are sorted by label, to compress well.
     with np.load(Path(__file__).with_name("digits.npz")) as digits:
         labels = digits["labels"]
         images = np.empty((len(labels), 8, 8, 1), np.uint8)

@@ -1,13 +1,7 @@
 """The archives of TensorFlow Federated's simulation data, read without TensorFlow.
 
-An archive is an SQLite file compressed with lzma. Its table `examples` has one row per example,
-with the columns `split_name`, `client_id` and `serialized_example_proto`, a `tf.train.Example`. An
-index over the first two columns makes reading client by client cheap. Archives do not fit in memory
-(the largest has 169 million examples), so examples are read one at a time.
-
-Reference:
-    TensorFlow Federated, tensorflow_federated/python/simulation/datasets/sql_client_data.py for
-    the schema, download.py for the compression.
+An archive is an SQLite file compressed with lzma, which does not fit in memory. Its table
+`examples` has the columns `split_name`, `client_id` and `serialized_example_proto`.
 """
 
 import contextlib

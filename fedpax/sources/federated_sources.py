@@ -1,21 +1,7 @@
 """The standard federated data sets in TFDS: EMNIST, Shakespeare, Stack Overflow, CIFAR-100.
 
-Each is prepared from the archive that TensorFlow Federated publishes, so it has the clients,
-splits and examples of the papers that used it. Examples are sorted by client, and their field
-`client` names the client: `partition_natural(source, "client")` makes every client a participant,
-and `partition_by_field(source, "client", n)` gives n participants whole clients. On a machine
-without a network, put the archive into `<data_dir>/downloads/manual` under its own file name.
-
-Preparing decompresses the archive to a temporary file in the data set's folder (4.7 GB for EMNIST)
-and holds the examples of one output file in memory. It also writes where each client's examples
-begin (`Source.client_starts`), so that a population of many clients is made without reading them.
-
-Reference:
-    TensorFlow Federated, tensorflow_federated/python/simulation/datasets/ (emnist.py,
-    shakespeare.py, stackoverflow.py, cifar100.py): addresses, features, splits and counts. Sizes
-    and SHA-256: FedJAX, fedjax/datasets/downloads_test.py (Shakespeare) and cifar100.py
-    (CIFAR-100); UnitScope, data/DATASET_PROVENANCE_AND_ROLES.md (EMNIST); for Stack Overflow none
-    are published.
+Each is prepared from the archive that TensorFlow Federated publishes: its clients and splits are
+those of the papers. Without a network, put it into `<data_dir>/downloads/manual`.
 """
 
 import abc

@@ -1,13 +1,7 @@
-"""Pseudo-random permutations computed per index, so that a shuffle needs no memory and no state.
+"""Pseudo-random permutations computed per index: a shuffle without memory and state.
 
-A permutation is a balanced Feistel network over the smallest even number of bits that holds the
-sequence, applied again to values that fall outside the sequence (cycle walking). It depends on its
-arguments alone and not on a library's generator, so a stream is the same with every version of
-Python and NumPy, and its position is a number. (grain's `index_shuffle` does the same over at least
-16 bits: one element of a sequence of 14 took 6 ms.)
-
-Reference:
-    Black, Rogaway. Ciphers with Arbitrary Finite Domains. CT-RSA 2002, section 4.
+A balanced Feistel network with cycle walking (Black, Rogaway, CT-RSA 2002, section 4), the same in
+every version of Python and NumPy.
 """
 
 from collections.abc import Callable

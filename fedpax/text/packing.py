@@ -1,7 +1,7 @@
 """Packing: concatenate documents of any length and split them into rows of equal length.
 
 A document of n tokens gives n + 1 pairs (input, target): the separator predicts the first token,
-and the last token the separator. Targets are the inputs shifted by one, so splitting loses no pair.
+and the last token the separator.
 """
 
 import dataclasses

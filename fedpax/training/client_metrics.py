@@ -78,25 +78,9 @@ def classification_by_client(
     labels: Int[np.ndarray, " examples"],
     clients: EvaluatedClients,
 ) -> ClientMetrics:
-    """Measure a classifier on the examples of each client.
-
-    - `loss`: the mean cross-entropy in nats, log loss.
-    - `accuracy`: the share of examples whose label has the largest logit.
-    - `auc`: the area under the ROC curve, the probability that an example of a class has a larger
-      probability of it than one of another class; ties count half. With two classes it is the area
-      of the second class. With more, it is the mean over the classes that the client has, each
-      against all others. NaN for a client with one class.
-    - `average_precision`, `precision` and `recall`, with two classes: of the second class. Average
-      precision is the area under the curve of precision and recall, without interpolation. Recall
-      is NaN for a client without examples of the class, and so is average precision; precision is
-      NaN if none is predicted.
-    - `calibration_error`: the expected calibration error: the distance between accuracy and
-      confidence, the largest probability, in ten bins of the confidence, weighted by their numbers
-      of examples.
-
-    Reference:
-        Guo et al., "On Calibration of Modern Neural Networks" (arXiv:1706.04599), section 2.
-    """
+    """Measure a classifier on the examples of each client: the metrics of `docs/tables.md`."""
+    # `auc` counts ties half. Average precision is without interpolation. A metric that a client has
+    # no examples for is NaN. `calibration_error` as in Guo et al., arXiv:1706.04599, section 2.
     logits = np.asarray(logits, np.float64)
     shifted = logits - logits.max(axis=1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
@@ -126,13 +110,7 @@ def regression_by_client(
     labels: Float[np.ndarray, " examples"],
     clients: EvaluatedClients,
 ) -> ClientMetrics:
-    """Measure predicted numbers on the examples of each client.
-
-    - `rmse`: the root of the mean squared error, in the unit of the labels.
-    - `mean_absolute_error`.
-    - `r2`: 1 minus the squared error divided by the squared deviation of the client's labels from
-      their mean; NaN for a client whose labels are equal.
-    """
+    """Measure predicted numbers on each client's examples; `r2` is NaN where labels are equal."""
     labels = np.asarray(labels, np.float64)
     errors = np.asarray(predictions, np.float64) - labels
     count = clients.sum(np.ones(len(labels)))

@@ -288,17 +288,11 @@ def state_shardings(
     placement: str,
     num_participants: int,
 ) -> ShardingTree:
-    """Derive the shardings of a state from the shardings of the parameters.
-
-    A leaf belongs to a parameter if the leaf's path ends with the parameter's path and the leaf's
-    last axes are the parameter's axes, or some rows of them, as of a fragment of stacked layers. It
-    keeps the parameter's sharding on these axes; the first axis in front of them is sharded over
-    the placement's mesh axis. So are the rows of a `ClientStore`, and other leaves whose first axis
-    has one entry per participant. All other leaves are replicated.
-
-    The compiler cannot infer these shardings: the zeros of a new optimizer state do not depend on
-    the parameters.
-    """
+    """Derive the shardings of a state from the shardings of the parameters."""
+    # The compiler cannot infer them: zeros of a new optimizer state do not depend on the
+    # parameters. A leaf belongs to a parameter if its path ends with the parameter's path and its
+    # last axes are the parameter's, or some rows of them. Axes of participants in front of them are
+    # sharded too.
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     try:
         specs = jax.tree.broadcast(params_shardings, params, is_leaf=_is_sharding)

@@ -38,14 +38,11 @@ ACTIVITIES: dict[Bucket, str] = {
 
 
 class Watchdog(AbstractContextManager["Watchdog"]):
-    """A thread that reports when a run makes no progress; a context manager.
+    """A thread that reports when a run makes no progress; a context manager."""
 
-    An activity of the run, a bucket of its `GoodputClock`, hangs if it takes longer than
-    `hang_after` seconds, or than ten times as long if it is not a round's, and longer than 4 times
-    the longest earlier one in this process. The report goes to stderr and, with the stacks of all
-    threads, to `hang_round_R.txt` in the folder (`hang_round_R_process_P.txt` with several
-    processes). The stacks tell a hang of the input from one of the devices.
-    """
+    # An activity hangs if it takes longer than `hang_after` seconds, or ten times as long if it is
+    # not a round's, and longer than 4 times the longest earlier one. `hang_round_R.txt` has the
+    # stacks.
 
     def __init__(
         self,
@@ -131,10 +128,7 @@ FOLDER = "profile"
 
 
 class Profile(AbstractContextManager["Profile"]):
-    """A trace of some rounds by `jax.profiler`, in the folder `profile/`; a context manager.
-
-    The traced rounds do not overlap with others. Each round is a step of the trace.
-    """
+    """A trace of some rounds by `jax.profiler`, in the folder `profile/`; a context manager."""
 
     def __init__(
         self,

@@ -126,17 +126,12 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
 
 
 class CheckpointDir(AbstractContextManager["CheckpointDir"]):
-    """The folder of the checkpoints of a run that trains in another folder; a context manager.
+    """The folder of the checkpoints of a run that trains in another folder; a context manager."""
 
-    It has the form of a run's folder: each checkpoint is preceded by copies of the run's files, so
-    that a process with an empty folder, on another machine, resumes from them.
-
-    A bucket has no locks. `owner.json` names the run that may write. Its owner rewrites it every
-    `SECONDS_BETWEEN_BEATS`. Another run waits for `SECONDS_OF_SILENCE`, and takes the folder if the
-    file stays as it is. A run completes a checkpoint only if it is still the owner; the time of one
-    request between is not guarded. A former owner in the same run's folder is dead, as that has a
-    lock.
-    """
+    # It has the form of a run's folder: a process with an empty folder resumes from it. A bucket
+    # has no locks: `owner.json` names the run that may write, and is rewritten while this run
+    # lives. The time of one request between its check and a completed checkpoint is not guarded. A
+    # former owner in the same run's folder is dead, as that has a lock.
 
     def __init__(self, folder: Path, job_log_dir: Path) -> None:
         self._folder, self._job_log_dir = folder, job_log_dir

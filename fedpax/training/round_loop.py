@@ -36,11 +36,9 @@ from fedpax.training.virtual_time import utilization_of
 
 
 class RoundLoop(AbstractContextManager["RoundLoop"]):
-    """The rounds of a run, from the newest checkpoint in its folder on; a context manager.
+    """The rounds of a run, from the newest checkpoint in its folder on; a context manager."""
 
-    Resuming and rolling back both call `start`, so a kill after a roll back changes no result.
-    `done` counts rounds that are completed or dispatched to the devices.
-    """
+    # Resuming and rolling back both call `start`, so a kill after a roll back changes no result.
 
     def __init__(
         self,

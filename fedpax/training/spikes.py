@@ -60,12 +60,10 @@ class SpikeCounts(NamedTuple):
 
 
 class SpikeHistory:
-    """The losses of a run, its spikes, and the data that its roll backs leave out.
+    """The losses of a run, its spikes, and the data that its roll backs leave out."""
 
-    A round is a spike if its loss is not finite, or above the `spike_threshold` of the losses
-    before it. The window leaves out the round just before, whose loss may not be known when the
-    round is dispatched: every process and every repetition of the run must come to the same result.
-    """
+    # The window leaves out the round just before, whose loss may not be known when the round is
+    # dispatched: every process and every repetition of the run must come to the same result.
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """Runs at the servers of experiment trackers: Weights & Biases, MLflow and trackio.
 
-Addresses and credentials come from each tracker's own environment variables. Functions here may
-wait for a server, and raise if it cannot be reached.
+Functions here may wait for a server, and raise if it cannot be reached.
 """
 
 import contextlib

@@ -58,12 +58,9 @@ class TrackedPosition(NamedTuple):
 
 
 class Tracker(AbstractContextManager["Tracker"]):
-    """A thread that sends the lines of `metrics.jsonl` to a tracker; a context manager.
+    """A thread that sends the lines of `metrics.jsonl` to a tracker; a context manager."""
 
-    `add` appends to a queue, which waits for a server that cannot be reached. `tracker.json` in the
-    run's folder has the tracked run's id and rounds: a later process continues it, and sends no
-    line twice. Set `finished` before the end, if the run has trained all its rounds.
-    """
+    # `tracker.json` has the tracked run's id and rounds: a later process sends no line twice.
 
     def __init__(
         self,

@@ -51,12 +51,8 @@ def normal(
 def discrete_gaussian(
     stddev: float, shape: Iterable[int], random: Random = secrets.token_bytes
 ) -> NDArray[np.int32]:
-    """Draw integers k with probabilities proportional to `exp(-k^2 / (2 stddev^2))`.
-
-    Each decision compares 64 random bits with a probability in float64: the probability of an
-    integer is within a factor of 1e-12 of the exact one, and a difference of 1e-17. The result
-    wraps modulo 2^32, as sums of participants do.
-    """
+    """Draw integers k with probabilities proportional to `exp(-k^2 / (2 stddev^2))`, mod 2^32."""
+    # 64 random bits are compared with a probability in float64, within a factor of 1e-12.
     shape = tuple(shape)
     size = math.prod(shape)
     samples = np.empty(size, np.int64)

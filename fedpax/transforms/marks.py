@@ -151,11 +151,7 @@ def draws_noise(eqn: JaxprEqn) -> bool:
 def noise_as_arguments(
     closed: ClosedJaxpr,
 ) -> tuple[ClosedJaxpr, tuple[Noise, ...], tuple[float, ...]]:
-    """Make the noise of a jaxpr its last arguments: the noise of the server, then of participants.
-
-    Returns:
-        The jaxpr, the server's noise, and the standard deviation of each noise of participants.
-    """
+    """Make the noise of a jaxpr its last arguments: of the server, then of participants."""
     servers = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive is server_noise_p]
     owned = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive is own_noise_p]
     eqns = [*servers, *owned]

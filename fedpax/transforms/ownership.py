@@ -1,12 +1,7 @@
 """The division of a program's values between the server and the participants.
 
 A participant *owns* arguments that are read row by row, and its state in a client store. A *kept*
-value replaces an own value. The division rewrites a program such that
-
-- own values are arguments and kept values are results, also those that a store reads and writes;
-- own values, and values that a participant receives by a broadcast, are results of a map, so that
-  no later pass computes with them on the server;
-- a mean divides by the sum of the weights of the participants that answer, also without weights.
+value replaces an own value.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """The division of a jaxpr into phases, which makes the plan of the streaming pass.
 
-A phase is some work of the server, followed by one loop over the participants. What depends on the
-result of a reduction runs in a later phase than the operands of that reduction.
+A phase is work of the server and one loop over the participants. What depends on the result of a
+reduction runs in a later phase than its operands.
 """
 
 from collections.abc import Mapping, Sequence

@@ -49,11 +49,7 @@ class PlacedClosure(NamedTuple):
 
 
 def placed_closures(program: ClosedJaxpr, placements: Iterable[Placement]) -> list[PlacedClosure]:
-    """Find the placed values that the mapped functions of a program close over.
-
-    Placed are results and placed arguments of federated operations, and values that are computed
-    from them, or from whose rows they are computed, participant by participant.
-    """
+    """Find the placed values that the mapped functions of a program close over."""
     closed = eliminate_dead_code(inline(program, inside=lambda inner: inner))
     names = argument_names(program)
     arguments = {

@@ -1,14 +1,7 @@
 """The placed values of a jaxpr, and the equations that read across participants.
 
-A placed value stays with its participants until an equation combines the entries of different
-participants. Along the participants' axis, an equation
-
-- is *local* if each entry of its result needs one entry of its operands: a map, elementwise code,
-  a loop or a conditional whose body is local. Nothing is sent.
-- *reduces*: a federated reduction, or a sum, maximum or matmul over the axis.
-- *exchanges* if it permutes the entries in an order that is known before the program runs. The
-  result is placed.
-- *reads* in all other cases, such as a sort along the axis: the server needs all entries.
+An equation is *local* if it needs nothing of other participants, *reduces* over their axis,
+*exchanges* entries in an order that is known before the program runs, or *reads* all entries.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A plan that runs maps less often where this costs nothing else.
-
-`plan_phases` runs a map in the first phase that has its arguments. If a later phase reads the
-results too, it would run again, or store them. Here it waits for that phase.
-"""
+"""A plan that runs maps less often: a map waits for the phase that reads its results too."""
 
 from collections import Counter
 from collections.abc import Iterator

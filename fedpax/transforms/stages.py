@@ -1,9 +1,7 @@
 """Stages: a program as functions of the server and of one participant, with typed messages.
 
-The plan of a program (`fedpax.transforms.phases`) alternates between work of the server and a loop
-over the participants. A stage is a loop's function of one participant, with its messages
-(`fedpax.transforms.client_stages`). An engine carries the messages: a process, a batch job, or
-devices on a network.
+A stage is the function of one participant in a loop of the plan (`fedpax.transforms.phases`). An
+engine carries its messages: a process, a batch job, or devices on a network.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Accesses to a store of clients that a loop over the cohort makes itself, row by row.
-
-If only one loop reads what `gather_clients` returns, and only `scatter_clients` takes the new
-states, no array holds the states of the whole cohort.
-"""
+"""Accesses to a store of clients that a loop over the cohort makes itself, row by row."""
 
 from typing import Any, NamedTuple
 

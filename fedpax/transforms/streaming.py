@@ -1,14 +1,7 @@
 """The streaming pass: participants run in a loop that accumulates the reductions.
 
-Executed as written, `mean(map(f, broadcast(p), data))` holds a copy of `p` and a result of `f` for
-every participant. This pass rewrites the jaxpr of a program into one loop over the participants per
-phase (`fedpax.transforms.phases`). The loop runs the maps, and the array code between maps and
-reductions, on one chunk of participants at a time, and adds the terms of the reductions to their
-totals. One all-reduce for each kind of reduction follows the loop. Broadcast values are read from
-the server's copy. Only the values that the plan lists as stored are kept for all participants.
-
-A derivative is streamed in the same way. A map and its transpose share a loop unless a reduction
-separates them, and then their residuals are not stored either.
+`mean(map(f, broadcast(p), data))` as written holds `p` and a result of `f` for every participant.
+The pass makes one loop per phase over chunks, and one all-reduce per kind of reduction.
 """
 
 import functools
@@ -159,10 +152,7 @@ def run_server(
     reads: Mapping[int, RowAccess] = MappingProxyType({}),
     written: Collection[int] = (),
 ) -> None:
-    """Run the server's equations of a phase, and add their results to `values`.
-
-    The loop reads the rows of `reads`, by the id of their equations, and writes others itself.
-    """
+    """Run the server's equations of a phase, and add their results to `values`."""
     for eqn in plan.server.get(phase, ()):
         if id(eqn) in reads:
             values.update(reads[id(eqn)].open(functools.partial(whole_value, plan, values)))

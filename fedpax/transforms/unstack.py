@@ -1,8 +1,4 @@
-"""Convert equations on the values of all participants to equations on one participant's slice.
-
-The loop over participants runs them on slices `[1, ...]`, if they can be split along that axis
-(`fedpax.transforms.unstack_rules`).
-"""
+"""Convert equations on the values of all participants to equations on one participant's slice."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,8 +1,4 @@
-"""The axes along which the equations of each primitive can be split into independent slices.
-
-Each slice of the result needs one slice of an operand, or the whole operand. For an equation that
-adds up slices, the axis of the result is None.
-"""
+"""The axes along which the equations of each primitive can be split into independent slices."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

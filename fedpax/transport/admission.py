@@ -48,12 +48,11 @@ NO_LIMITS = SiteLimits()
 
 
 class Admission:
-    """Decides whether a message of a site is handled.
+    """Decides whether a message of a site is handled."""
 
-    A site is the name of its certificate. Without certificates it is the name that a message
-    claims: then a site can escape under another name. So malformed messages mute and expel only
-    sites with a certificate; otherwise, a stranger could expel a site by its name.
-    """
+    # A site is the name of its certificate. Without certificates it is the name that a message
+    # claims: malformed messages then mute and expel no site, as a stranger could expel a site by
+    # its name.
 
     def __init__(
         self,

@@ -92,10 +92,7 @@ _MOST_REMEMBERED = 1000
 
 
 class LimitedLog:
-    """A log of warnings, of which at most `most` per interval are written.
-
-    A warning that comes again within `remember` seconds is not written again.
-    """
+    """A log of at most `most` warnings per interval, each once within `remember` seconds."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""Certificates with which a syncer and its islands identify each other (mutual TLS).
-
-Needs the package cryptography: `pip install "fedpax[sites]"`.
-"""
+"""Certificates with which a syncer and its islands identify each other (mutual TLS)."""
 
 import datetime
 import logging
@@ -58,14 +55,8 @@ def make_certificates(
     days: int = 365,
     authority: Path | str | None = None,
 ) -> dict[str, datetime.datetime]:
-    """Make an authority, and a certificate and a private key for each name.
-
-    `OUT/NAME/` has the files that the site of this name needs: `authority.pem`, `certificate.pem`
-    and `key.pem`. `OUT/authority/` has the authority's `certificate.pem` and `key.pem`. This key
-    makes certificates: keep it off the sites. `issued.jsonl` beside it names the certificates. All
-    files have mode 0600 and all folders mode 0700. Keys are elliptic (P-256), signatures ECDSA with
-    SHA-256.
-    """
+    """Make an authority, and a folder with a certificate and a private key for each name."""
+    # `OUT/authority/key.pem` makes certificates: it stays off the sites. Keys are elliptic (P-256).
     out = Path(out)
     check_names(names)
     check_days(days)
@@ -163,11 +154,7 @@ class SignedRequest(NamedTuple):
 
 
 def make_request(out: Path | str, name: str) -> str:
-    """Make a site's private key, and a request for a certificate of its public key.
-
-    `OUT/key.pem` is the private key: it stays at the site. `OUT/request.pem` holds the name and the
-    public key, signed by the private key: send it to the coordinator. Both files have mode 0600.
-    """
+    """Make a site's private key, which stays there, and a request for a certificate of its key."""
     check_name("name", name)
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
@@ -186,12 +173,8 @@ def sign_request(
     days: int = 365,
     replace: bool = False,
 ) -> SignedRequest:
-    """Sign the request of a site, which holds the private key.
-
-    `OUT/certificate.pem` and `OUT/authority.pem` go beside the site's key. They are not secret. The
-    certificate holds the request's name and public key, and nothing else of the request. It allows
-    to connect, and not to serve: a site cannot pose as the coordinator, whatever its name is.
-    """
+    """Sign the request of a site, which holds the private key."""
+    # The certificate allows to connect, and not to serve: a site cannot pose as the coordinator.
     check_days(days)
     name, public = _check_request(Path(request))
     authority = Path(authority)

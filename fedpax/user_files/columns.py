@@ -43,10 +43,7 @@ def to_numpy(column: Any, *, masked: bool = False) -> NDArray[Any]:
 
 
 def array_to_arrow(array: NDArray[Any]) -> Any:
-    """Convert an array `[examples, ...]`; more than one axis becomes a tensor.
-
-    Numbers of fewer bits than NumPy has, such as bfloat16, become float32 and int32.
-    """
+    """Convert an array `[examples, ...]`, such as a tensor; small floats become float32."""
     if array.ndim == 0:
         raise ArgumentError("an array has no axis, expected one entry for each example")
     if 0 in array.shape[1:]:
@@ -79,10 +76,7 @@ def plain_types(table: pa.Table) -> pa.Table:
 
 
 def _plain_tensors(table: pa.Table) -> pa.Table:
-    """Give tensors the order of their axes in memory, and no names of axes.
-
-    pyarrow writes a permutation of axes with every tensor that is made from an array.
-    """
+    """Remove from tensors the permutation of axes that pyarrow writes for arrays."""
     for place, field in enumerate(table.schema):
         data_type = field.type
         if isinstance(data_type, pa.FixedShapeTensorType):
@@ -225,10 +219,7 @@ def check_client_type(kind: pa.DataType, client: str, name: str) -> None:
 
 
 def check_client_numbers(column: Any, client: str, name: str) -> None:
-    """Raise a ValueError if the numbers of clients are floats that hold several integers.
-
-    Parsers read integers beyond int64 as float64, where different clients become equal.
-    """
+    """Raise if floats hold several integers, which parsers do to integers beyond int64."""
     if not pa.types.is_floating(column.type):
         return
     largest = np.abs(to_numpy(pc.drop_null(column)).astype(np.float64))

@@ -92,11 +92,7 @@ def _bucket_errors(url: str) -> Iterator[None]:
 
 
 def find_files(patterns: Sequence[str], split: str | None) -> list[DataFile]:
-    """Return the files that patterns match, each once, in the order of their paths.
-
-    A part of a path that exists as it is written stands for itself. `{client}` and `{label}` match
-    any text within a part of the path.
-    """
+    """Return the files that patterns match, each once, in the order of their paths."""
     data_files: dict[str, DataFile] = {}
     for pattern in patterns:
         matches = [file for file in _find(pattern, split) if is_url(file.path) or _is_file(file)]

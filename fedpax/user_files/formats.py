@@ -127,12 +127,7 @@ Reader = Callable[[Any, ReadOptions], Any]
 
 
 def is_files(name: str) -> bool:
-    """Return whether a name for `load` is files, not a data set of TFDS.
-
-    Example:
-        >>> is_files("hospitals/*.csv.gz"), is_files("./photos"), is_files("c4/en:3.1.0")
-        (True, True, False)
-    """
+    """Return whether a name for `load`, such as `./photos`, is files, and no data set of TFDS."""
     file = DataFile(name, {})
     is_pattern = "*" in name or PLACEHOLDER.search(name) is not None
     if file.suffix in FORMATS or is_pattern or is_url(name) or name.startswith((".", "/", "~")):
@@ -282,12 +277,7 @@ class LoadOptions(NamedTuple):
 
 
 def parse_types(flag: str, texts: Sequence[str]) -> dict[str, str]:
-    """Parse the texts of a flag for `LoadOptions.types`.
-
-    Example:
-        >>> parse_types("--types", ["zip=string", "tokens=uint16"])
-        {'zip': 'string', 'tokens': 'uint16'}
-    """
+    """Parse texts such as `zip=string` of a flag for `LoadOptions.types`."""
     pairs = [text.rpartition("=") for text in texts]
     for text, (_, equals, _) in zip(texts, pairs, strict=True):
         if not equals:

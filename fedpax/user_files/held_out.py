@@ -56,10 +56,7 @@ def part_of_split(
     client: str | None,
     added: str | None = None,
 ) -> pa.Table:
-    """Return the examples of a split that a share of the examples makes.
-
-    `added` is the column that a partition added, which is not content of an example.
-    """
+    """Return the examples of a split that a share of the examples makes, without `added`."""
     split, by = options.split, options.heldout_by
     if not options.heldout_fraction or split is None:
         return table

@@ -137,10 +137,7 @@ def _make_source(
 def sort_by_client(
     name: str, folder: Path, table: pa.Table, client: str | None, label: str | None
 ) -> TableSource:
-    """Make a source of a table: sorted by the name of the client, if there is such a column.
-
-    The examples of a client keep their order.
-    """
+    """Make a source of a table, stably sorted by the client's name, if there is such a column."""
     if client is None:
         return TableSource(name, folder, table, label=label)
     _check_none_misses(name, table, client)

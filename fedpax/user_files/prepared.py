@@ -1,12 +1,7 @@
 """A prepared folder: examples sorted by client in memory-mapped columns, and an index of clients.
 
-examples.arrow   Arrow IPC; a client's examples are in one batch unless they exceed it
-clients.arrow    Arrow IPC; each client's name and first example
-records.bin      if clients are small: the scalars of each example side by side
-prepared.json    what was prepared, how many examples and clients; written last
-
-A job on many machines writes shards, each such a folder, beside a prepared.json that names them in
-the order of their clients.
+`examples.arrow`, `clients.arrow` (name and first example), `records.bin` (scalars of small
+clients) and `prepared.json`, written last; or several such folders, its shards.
 """
 
 import json
@@ -118,10 +113,7 @@ class _ClientIndex:
 
 
 def prepared_folder(path: str | os.PathLike[str], split: str | None) -> Path | None:
-    """Return the prepared folder that a path names, or None if it names something else.
-
-    A path is the folder, or the parent of the folders of splits, or has `{split}`.
-    """
+    """Return the prepared folder of a path, its parent or `{split}`, or None."""
     text = os.fspath(path)
     if is_url(text):
         return None
@@ -251,10 +243,7 @@ _ALIGNMENT = 8  # bytes of the largest numbers
 
 
 def write_records(folder: Path, table: pa.Table, num_clients: int) -> dict[str, bool]:
-    """Write the columns of scalars as records; return which of them miss values.
-
-    None is written for large clients.
-    """
+    """Write scalars as records, unless clients are large; return which of them miss values."""
     columns = {
         name: column.null_count > 0
         for name, column in zip(table.column_names, table.columns, strict=True)
@@ -290,10 +279,7 @@ def open_records(folder: Path, table: pa.Table, columns: dict[str, bool]) -> Rec
 
 
 def _record(schema: pa.Schema, columns: dict[str, bool]) -> tuple[np.dtype[Any], dict[str, int]]:
-    """Return the type of a record, in which every number is at a multiple of its size.
-
-    Beside it: the byte that tells whether a value is missing, by column.
-    """
+    """Return the aligned type of a record, and by column the byte that tells of a missing value."""
     kinds = {name: numpy_dtype(schema.field(name).type) for name in columns}
     names = sorted(kinds, key=lambda name: -kinds[name].itemsize)
     offsets = [0, *np.cumsum([kinds[name].itemsize for name in names]).tolist()]

@@ -150,10 +150,7 @@ def unify(
     optional: Sequence[str] = (),
     of_paths: Collection[str] = (),
 ) -> pa.Schema:
-    """Return the schema that holds the values of all files, and the columns that paths name.
-
-    Integers become floats, and floats wider, where another file has them. Nothing becomes a text.
-    """
+    """Return the schema of all files, and the columns of paths: numbers become wider, no text."""
     together = schemas[0].remove_metadata()
     seen: dict[str, DataFile] = {name: files[0] for name in together.names}
     for file, schema in zip(files, schemas, strict=True):

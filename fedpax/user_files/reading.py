@@ -83,10 +83,7 @@ class Reading:
         return unify_parts(group[0], own)
 
     def raw_parts(self, number: int) -> Iterator[tuple[pa.Table, pa.Schema, str | None]]:
-        """Yield before `join` the parts of a group with their schemas and the column of clients.
-
-        Examples without a client are left out.
-        """
+        """Yield before `join` the parts of a group, their schemas and the column of clients."""
         file = self.groups[number][0]
         row = 0
         for part in self._parts(self.groups[number]):

@@ -1,8 +1,7 @@
 """RowGrid: places the widest rows of an Arrow file, such as images, on one grid.
 
-The rows of a column are contiguous within a batch, with other columns between batches. If the
-distance from the first row to every other one is a multiple of a row's size, one call gathers rows
-of all batches. `RowGrid` writes unused metadata of such a length before each batch.
+If the distances between rows are multiples of a row's size, one call gathers rows of all batches.
+`RowGrid` writes unused metadata of such a length before each batch.
 """
 
 import math

@@ -1,10 +1,7 @@
-"""Preparing files as shards: the work of a job on many machines, without the engine that runs it.
+"""Preparing files as shards: the work of a job on many machines, without its engine.
 
-1. `survey_group` reads a group of files: its schema, and a sample of the clients.
-2. `ShardPlan.of` joins the schemas, and divides the clients into ranges with equal numbers of rows.
-3. `split_rows` reads a group again, and sends each row to the shard of its client.
-4. `write_shard` sorts a shard into a prepared folder; the shards in order have the order that
-   `fedpax.data.prepare` has.
+`survey_group`, `ShardPlan.of`, `split_rows` and `write_shard` run in this order. The shards in
+order have the order of `fedpax.data.prepare`.
 """
 
 import contextlib

@@ -90,10 +90,7 @@ def connect(spill: Path, memory: str) -> "duckdb.DuckDBPyConnection":
 
 
 def stored_schema(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with which DuckDB holds columns, named by number.
-
-    DuckDB takes columns whose names differ in case alone for one.
-    """
+    """Return the schema in DuckDB, which ignores the case of names: columns are numbers."""
     return pa.schema(
         [
             pa.field(f"c{number}", _stored_type(data_type))

@@ -71,17 +71,7 @@ class TableSource(Source):
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def column(self, field: str) -> NDArray[Any]:
-        """Return one column of all examples.
-
-        Args:
-            field: the column's name.
-
-        Returns:
-            An array `[examples, ...]`; a `numpy.ma.MaskedArray` if values are missing.
-
-        Raises:
-            KeyError: there is no such column.
-        """
+        """Return one column of all examples, masked if values are missing."""
         if field not in self.fields:
             raise KeyError(
                 f"{self.name} has no column {field!r}, but {', '.join(map(repr, self.fields))}: "
@@ -90,18 +80,7 @@ class TableSource(Source):
         return to_numpy(self.table.column(field))
 
     def take(self, indices: ArrayLike) -> Mapping[str, NDArray[Any]]:
-        """Return some examples, by column; a column is read when it is indexed.
-
-        Args:
-            indices: integers `[n]`; negative ones count from the end.
-
-        Returns:
-            Arrays `[n, ...]`, masked for the columns that have missing values in any example.
-
-        Raises:
-            IndexError: an index is out of range.
-            TypeError: the indices are no integers, such as a mask.
-        """
+        """Return some examples, by column; a column is read when it is indexed."""
         return self.reader()(indices)
 
     def reader(self) -> Callable[[ArrayLike], Mapping[str, NDArray[Any]]]:
@@ -125,11 +104,7 @@ class TableSource(Source):
         return take
 
     def take_table(self, indices: ArrayLike) -> pa.Table:
-        """Return some examples as an Arrow table, whose columns are in one piece.
-
-        Args:
-            indices: as for `take`.
-        """
+        """Return some examples as an Arrow table, whose columns are in one piece."""
         rows = Rows(self._check(indices), self._ends)
         parts = [self._batches[k].take(pa.array(within)) for k, _, within in rows.by_batch]
         table = pa.Table.from_batches(parts, self.table.schema)
@@ -138,11 +113,7 @@ class TableSource(Source):
         return table
 
     def select(self, columns: Sequence[str]) -> "TableSource":
-        """Return the source with some of its columns, and the same clients.
-
-        Args:
-            columns: their names; the columns of the client and the label stay.
-        """
+        """Return the source with some of its columns and those of client and label."""
         check_columns(self.fields, {f"columns[{k}]": c for k, c in enumerate(columns)}, self.name)
         kept = [*dict.fromkeys([*columns, self.client, self.label])]
         return TableSource(
@@ -157,15 +128,7 @@ class TableSource(Source):
         )
 
     def client_table(self, client: int) -> pa.Table:
-        """Return the examples of a client, a slice of `table` without a copy.
-
-        Args:
-            client: the client's number, an index of `client_names`.
-
-        Raises:
-            ValueError: the source has no clients.
-            IndexError: there is no such client.
-        """
+        """Return the examples of a client by its number, a slice of `table` without a copy."""
         if self.client_starts is None:
             raise ArgumentError(
                 f"{self.name} has no clients, expected a source that was loaded with client=..., "
@@ -229,10 +192,7 @@ class _Taken(Mapping[str, NDArray[Any]]):
 
 
 class ClientNames(Sequence[Any]):
-    """The names of clients, held by Arrow: a million of them need no Python objects.
-
-    Bytes are texts if all of them are UTF-8, as in TFRecords.
-    """
+    """The names of clients, held by Arrow: a million of them need no Python objects."""
 
     def __init__(self, names: Any) -> None:
         if getattr(names.type, "unit", None) == "ns":  # Python's times have microseconds

@@ -55,12 +55,7 @@ _LISTS = ("--columns", "--optional_columns", "--types")
 
 
 def _join_lists(arguments: Sequence[str]) -> list[str]:
-    """Put commas between columns that spaces separate, up to the next flag or file.
-
-    Example:
-        >>> _join_lists(["--columns", "age", "dose", "a.csv", "--types=age=int8"])
-        ['--columns=age,dose', 'a.csv', '--types=age=int8']
-    """
+    """Put commas between columns that spaces separate, up to the next flag or file."""
     joined, in_list = list[str](), False
     for word in arguments:
         if word.startswith("--"):

@@ -1,7 +1,6 @@
-"""CohortRounds: the stream of `cohort_rounds`, and how it lays out a round.
+"""The stream of `cohort_rounds`, and how it lays out a round.
 
-A round depends on the settings and the round number alone, so a stream's state is that number. Only
-the examples of the cohort are read, so a population can be larger than memory.
+Only the examples of the cohort are read: a population can be larger than memory.
 """
 
 import math

@@ -1,8 +1,4 @@
-"""example_rounds: an endless stream of labeled images for a fixed set of clients.
-
-Each client iterates over its own examples, in a new random order in every epoch. A round depends on
-the settings and the round number alone, so a stream's state is that number.
-"""
+"""An endless stream of labeled images for a fixed set of clients, each in an order of its own."""
 
 from collections.abc import Iterator
 from typing import Any

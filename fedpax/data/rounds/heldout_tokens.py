@@ -1,7 +1,4 @@
-"""Rows of text to evaluate on: `HeldoutRows`, and `heldout_token_batches` in one process.
-
-For labeled images see `fedpax.data.read_examples` and `fedpax.data.example_batches`.
-"""
+"""Rows of text to evaluate on: `HeldoutRows`, and `heldout_token_batches` in one process."""
 
 import functools
 

@@ -167,10 +167,7 @@ def preprocess_images(fields: Arrays) -> dict[str, NDArray[Any]]:
 
 
 def pack_images(fields: Arrays) -> dict[str, NDArray[Any]]:
-    """Do the part of `preprocess_images` that is not left to the devices.
-
-    Images of integers stay uint8, a quarter of the bytes; `scale_on_devices` scales them.
-    """
+    """Do the part of `preprocess_images` that `scale_on_devices` does not."""
     if not {"image", "label"} <= fields.keys():
         raise KeyError(
             f"The examples have the fields {', '.join(map(repr, fields))}, expected 'image' and "

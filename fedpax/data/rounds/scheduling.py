@@ -1,9 +1,7 @@
 """The order of a cohort's clients on the devices, so that all devices finish at the same time.
 
-A device runs its clients one chunk after another, and a chunk takes as long as its longest client.
-Clients of similar size therefore share a chunk, and chunks are assigned to devices by longest
-processing time first. Where client states are stored on the devices, clients are assigned to the
-devices with their states as far as the balance allows.
+Clients of similar size share a chunk, as a chunk takes as long as its longest client, and chunks
+are assigned by longest processing time first, near the states of their clients.
 """
 
 import heapq

@@ -1,8 +1,7 @@
 """Shard: one part of a data set's documents, read as an endless sequence of packed rows.
 
-A shard iterates over its own documents, in a new random order in every epoch, packs them into rows,
-and shuffles the rows within a window, so that consecutive rows come from many documents. Its
-position is three integers. After a restore, only documents from the current window on are read.
+Documents are in a new random order in every epoch, and rows are shuffled within a window. The
+position is three integers: a restore reads the current window again.
 """
 
 from collections.abc import Sequence

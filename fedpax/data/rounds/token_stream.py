@@ -1,9 +1,7 @@
-"""TokenRounds: the stream of `token_rounds`, and how it numbers rows.
+"""The stream of `token_rounds`, and how it numbers rows.
 
-Documents are divided among shards (`fedpax.data.rounds.shard`). Rows are numbered over the whole
-run, and row n is the next row of shard n mod the number of shards. So the rows of a round depend on
-the seed, the number of shards and the number of earlier rows, and not on processes or devices. They
-depend on islands only with a partition. A process reads only the shards of its own rows.
+Rows are numbered over the whole run, and row n is the next row of shard n mod the number of
+shards. So a round does not depend on processes, devices or, without a partition, islands.
 """
 
 import functools

@@ -72,11 +72,7 @@ def agree_on_table(
     min_clients: int = 1,
     task: Task | None = None,
 ) -> AgreedTable:
-    """Return the treatment that all sites share, from their descriptions.
-
-    Categories are the values of at least `min_clients` clients. An integer label of more than 20
-    values is a number to predict.
-    """
+    """Return the treatment that all sites share; categories have `min_clients` clients."""
     treatments, categories = [], {}
     for name in dict.fromkeys(c["name"] for d in descriptions for c in d["columns"]):
         treatment = _agree_on_kind(name, descriptions)

@@ -108,11 +108,7 @@ def numbers(column: Any) -> Float64[np.ndarray, " examples"]:
 
 
 def encode_texts(column: Any) -> tuple[list[str], Int64[np.ndarray, " examples"]]:
-    """Return the distinct values of a column as texts, and the place of each example's value.
-
-    Whole numbers have no decimal point, so that 3 and 3.0 are equal; booleans are "true" and
-    "false".
-    """
+    """Return the distinct values as texts, in which 3 and 3.0 are equal, and the places."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

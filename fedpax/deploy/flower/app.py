@@ -1,7 +1,6 @@
 """Flower: the rounds of a program on Flower's simulation, and on its SuperLink and SuperNodes.
 
-The process that Flower starts for each message imports neither JAX nor the data: it forwards the
-message to the worker of its node.
+The process of a message imports no JAX: it forwards the message to the worker of its node.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """SecAgg+ on Flower: the server learns the sum of the participants' terms, and no single one.
 
-Flower's own protocol carries it: its modifier masks a vector at each participant, and the stages of
-its workflow ask for keys, shares, masked vectors and shares again. Terms become integers before:
-integer terms exactly, floats in steps of `2 * bound / range`.
-
-Reference:
-    Bell et al. Secure Single-Server Aggregation with (Poly)Logarithmic Overhead. CCS 2020,
-    IACR 2020/704.
+Bell et al., CCS 2020, IACR 2020/704. Integer terms stay exact, floats become integers in steps of
+`2 * bound / range`.
 """
 
 from __future__ import annotations

@@ -66,10 +66,7 @@ class OuterModel:
         ]
 
     def _with_own_noise(self, p: int, frozen: Sequence[bool]) -> Any:
-        """Return the merge of fragment p with noise of the syncer's system, if it adds noise.
-
-        Islands know the aggregator's seed, and could subtract noise that follows from it.
-        """
+        """Return a merge with the system's noise: islands could subtract noise of the seed."""
         islands, state = self._parts.islands, self.fragments[p][:3]
         stacked = jax.tree.map(lambda x: np.zeros((islands, *x.shape), x.dtype), state[0])
         arguments = (*state, stacked, np.zeros(islands, np.float32))

@@ -29,10 +29,7 @@ def read_npz(file: DataFile, options: ReadOptions) -> pa.Table:
 
 
 def read_hdf5(file: DataFile, options: ReadOptions) -> pa.Table:
-    """Read HDF5: data sets `[examples, ...]` are columns, and a group of them is a client.
-
-    TensorFlow Federated's files have the groups of clients in the group `examples`.
-    """
+    """Read HDF5: data sets are columns, and a group of them, also in `examples`, is a client."""
     import h5py
 
     with file.open_seekable() as opened, h5py.File(opened, "r") as root:

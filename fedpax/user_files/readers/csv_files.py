@@ -158,10 +158,7 @@ def _check_integers(file: DataFile, options: ReadOptions, table: pa.Table) -> No
 
 
 def _check_clients(file: DataFile, options: ReadOptions, schema: pa.Schema) -> None:
-    """Raise an error for clients of different texts that are read as one number.
-
-    So is a client such as 007, which as a number would be the client 7, also where it is alone.
-    """
+    """Raise an error for clients of different texts, such as 007 and 7, that are read as one."""
     client = options.client
     if client is None or client not in schema.names or client in options.types:
         return

@@ -25,10 +25,7 @@ def _tell(text: str) -> None:
 
 
 def tell_open_quotes(file: DataFile, table: pa.Table, delimiter: str, first: int = 0) -> None:
-    """Warn of values that look like the rest of a row, whole rows and the begin of another row.
-
-    `first` is the number of the table's first example.
-    """
+    """Warn of values that look like the rest of a row, whole rows and the begin of another row."""
     width = table.num_columns - 1
     for place, name in enumerate(table.column_names):
         column = table.column(place)

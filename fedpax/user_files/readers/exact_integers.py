@@ -21,11 +21,8 @@ def check_integers_of_floats(
     integers_of: Callable[[str], Iterable[int]],
     remedy: str,
 ) -> None:
-    """Raise an error for an integer that the parser has rounded, unless floats are stated.
-
-    `integers_of` reads the integers of a column again, as the file has them; `{name}` in the remedy
-    is the column.
-    """
+    """Raise an error for an integer that the parser has rounded, unless floats are stated."""
+    # `integers_of` reads a column's integers again, as the file has them.
     for name, column in zip(table.column_names, table.columns, strict=True):
         stated = options.types.get(name)
         is_stated = stated is not None and pa.types.is_floating(stated)

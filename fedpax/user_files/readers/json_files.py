@@ -67,10 +67,7 @@ def _remedy_added() -> Iterator[None]:
 
 
 def stream_json_lines(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
-    """Read one JSON object a line, in blocks; a block has the types of its own values.
-
-    Lines that are not objects are skipped and counted if the options say so.
-    """
+    """Read one JSON object a line, in blocks; a block has the types of its own values."""
     kinds: dict[str, pa.DataType] = {}
     for block, number in _blocks_of_lines(file):
         table = _parse_block(block, file, number, options)
@@ -141,14 +138,7 @@ def _types_in(block: bytes, options: ReadOptions) -> dict[str, pa.DataType]:
 
 
 def _check_nesting_of_lines(block: bytes, number: int = 0) -> None:
-    r"""Raise a ValueError if a line nests too deep: pyarrow's parser would end the process.
-
-    Example:
-        >>> _check_nesting_of_lines(b'{"a": 1}' + b"\n" + b"[" * 5000, 7)
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentError: line 9 nests lists or objects deeper than 100 levels
-    """
+    """Raise a ValueError if a line nests too deep: pyarrow's parser would end the process."""
     opening = block.translate(None, delete=_NOT_OPENING).split(b"\n")  # of each line
     deep = [line for line, brackets in enumerate(opening) if len(brackets) > NESTING]
     lines = block.split(b"\n") if deep else []
@@ -164,10 +154,7 @@ def _check_nesting_of_lines(block: bytes, number: int = 0) -> None:
 def _parse_lines(
     open_: Callable[[], Any], block_size: int, types: Mapping[str, pa.DataType]
 ) -> pa.Table:
-    """Parse lines; `read_table` casts a column whose values the parser does not read as its type.
-
-    These are numbers and booleans that are stated as texts, and dates that are texts.
-    """
+    """Parse lines; `read_table` casts numbers, booleans and dates that are stated as texts."""
     schema = pa.schema(list(types.items())) if types else None
     try:
         with open_() as opened:
@@ -222,13 +209,7 @@ def _parse(file: DataFile) -> Any:
 
 
 def read_leaf(content: Mapping[str, Any]) -> pa.Table:
-    """Read LEAF's format: `user_data` has for each of the `users` lists of equal length by field.
-
-    Example:
-        >>> user_data = {"u1": {"x": [[0.5, 1.0], [0.0, 2.0]], "y": [1, 0]}}
-        >>> read_leaf({"users": ["u1"], "user_data": user_data}).column_names
-        ['x', 'y', 'client']
-    """
+    """Read LEAF: `user_data` has for each of the `users` lists of equal length by field."""
     users, user_data = content["users"], content.get("user_data")
     if not isinstance(user_data, Mapping) or (missing := [u for u in users if u not in user_data]):
         who = f" of user {missing[0]!r}" if isinstance(user_data, Mapping) else ""

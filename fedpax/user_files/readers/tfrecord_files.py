@@ -1,8 +1,7 @@
 """TFRecords of `tf.train.Example`, read without TensorFlow.
 
 A record is its length (8 bytes), the checksum of the length (4), the content, and the checksum of
-the content (4), in little-endian order. No library but TensorFlow, Beam and TensorBoard reads this
-frame, so it is read here. protobuf parses the examples.
+the content (4), in little-endian order.
 """
 
 import struct
@@ -34,12 +33,9 @@ def read_tfrecord(file: DataFile, options: ReadOptions) -> pa.Table:
 
 
 def stream_tfrecord(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
-    """Read the examples in parts; a part has the types of its own values.
-
-    A record that is a group, as Dataset Grouper writes them, is a client: a
-    `tf.train.SequenceExample` with a list of serialized examples. Groups have no names in the file,
-    so a client's name is the file's name and the record's number.
-    """
+    """Read the examples in parts; a part has the types of its own values."""
+    # A group, as Dataset Grouper writes it, is a client without a name: it gets the file's name and
+    # the record's number.
     del options
     stem = PurePath(file.path).name.partition(".")[0]
     rows: list[dict[str, Any]] = []

@@ -18,9 +18,9 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import async_diloco
 from fedpax.checks import Count, NonNegativeOrInfinite
 from fedpax.experiments.diloco_text import OuterSGD, diloco_text, wire_codec
-from fedpax.experiments.parts.settings import accepted, documented_by
 from fedpax.experiments.text_experiment import TextExperiment, text_fields
-from fedpax.experiments.trace_settings import TraceConfig
+from fedpax.settings.function_settings import accepted, documented_by
+from fedpax.settings.trace_settings import TraceConfig
 from fedpax.simulation import IslandArrivals, dynamic_local_steps, island_arrivals
 from fedpax.training.experiment import Run
 from fedpax.training.virtual_time import (

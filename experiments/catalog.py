@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import importlib.util
 import inspect
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedpax.errors import FedpaxError
+from fedpax.errors import FedpaxError, did_you_mean
 from fedpax.experiments.listing import EXPERIMENTS, GROUPS
 
 if TYPE_CHECKING:
@@ -284,12 +283,6 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     except ValueError:
         return []
     return [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return a sentence with the names similar to an unknown one, or an empty string."""
-    close = difflib.get_close_matches(name, list(names), n=3)
-    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 # ---- import the module of a user's experiment, and import it again when it was edited

@@ -24,16 +24,6 @@ from fedpax.data.rounds.cohort_stream import PadTo
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess
 from fedpax.deploy.batch_training import HeldoutClients
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
-from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
-from fedpax.experiments.cohort_settings import (
-    CohortConfig,
-    OnClientsMesh,
-    PopulationConfig,
-    ServerConfig,
-    over_clients,
-    with_cohort,
-)
 from fedpax.experiments.parts.client_evaluation import EvaluateClients, client_name
 from fedpax.experiments.parts.private_runs import (
     check_noise_is_kept,
@@ -53,6 +43,16 @@ from fedpax.experiments.parts.site_experiments import (
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.settings.client_aggregators import AggregatorConfig, aggregator
+from fedpax.settings.client_methods import ClientTraining, MethodConfig, method
+from fedpax.settings.cohort_settings import (
+    CohortConfig,
+    OnClientsMesh,
+    PopulationConfig,
+    ServerConfig,
+    over_clients,
+    with_cohort,
+)
 from fedpax.sites.contract import ClientRange, CoordinatorRun, SiteRun
 from fedpax.sources.source import Examples
 from fedpax.training.evaluation import Batch, evaluator
@@ -71,7 +71,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         cohort: the clients of a round and their local training.
         client_learning_rate: learning rate of the clients' SGD.
         server: the server optimizer.
-        method: the method, such as `fedpax.experiments.client_methods.method("scaffold")`. Default:
+        method: the method, such as `fedpax.settings.client_methods.method("scaffold")`. Default:
             FedAvg. With the server optimizer "adagrad", "adam" or "yogi", it is FedAdagrad, FedAdam
             or FedYogi.
         aggregator: how the clients' updates are combined. Default: the weighted mean.

@@ -15,10 +15,10 @@ from fedpax.algorithms import (
 from fedpax.checks import Count, CountOrZero, NonNegative, Positive
 from fedpax.errors import ArgumentError
 from fedpax.experiments.diloco_text import FragmentSettings, wire_codec
-from fedpax.experiments.optimizer_settings import OptimizerConfig
-from fedpax.experiments.parts.settings import arguments_of, documented_by
 from fedpax.experiments.text_experiment import TextExperiment, short_rows
 from fedpax.models import presets
+from fedpax.settings.function_settings import arguments_of, documented_by
+from fedpax.settings.optimizer_settings import OptimizerConfig
 from fedpax.training.training_config import TrainingConfig
 
 

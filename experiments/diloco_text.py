@@ -13,10 +13,10 @@ from fedpax.algorithms import data_parallel, diloco, layer_fragments
 from fedpax.algorithms.parts.fragments import FragmentFn
 from fedpax.checks import CheckedConfig, Count, Decay, Positive
 from fedpax.errors import ArgumentError
-from fedpax.experiments.optimizer_settings import OptimizerConfig
 from fedpax.experiments.text_experiment import TextExperiment, short_rows, text_fields
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
+from fedpax.settings.optimizer_settings import OptimizerConfig
 from fedpax.training.training_config import TrainingConfig
 
 

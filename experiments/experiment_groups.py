@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedpax.experiments.catalog import ExperimentGroup
-from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_experiment import ClientExperiment
-from fedpax.experiments.client_methods import method
-from fedpax.experiments.cohort_settings import CohortConfig, DirichletPopulation, ServerConfig
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
 from fedpax.experiments.personal_images import PersonalImages
 from fedpax.models.classifiers import MLPConfig
+from fedpax.settings.client_aggregators import AggregatorConfig, aggregator
+from fedpax.settings.client_methods import method
+from fedpax.settings.cohort_settings import CohortConfig, DirichletPopulation, ServerConfig
 from fedpax.training.training_config import TrainingConfig
 
 METHODS: Mapping[str, Mapping[str, Any]] = {

@@ -13,14 +13,14 @@ from fedpax.checks import Count
 from fedpax.data import Partition, Source
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess
 from fedpax.errors import ArgumentError
-from fedpax.experiments.cohort_settings import (
+from fedpax.experiments.fedavg_words import FedAvgTokens
+from fedpax.models.lstm import LSTMConfig
+from fedpax.settings.cohort_settings import (
     CohortConfig,
     NaturalPopulation,
     ServerConfig,
     check_has_fields,
 )
-from fedpax.experiments.fedavg_words import FedAvgTokens
-from fedpax.models.lstm import LSTMConfig
 from fedpax.training.evaluation import Batch
 from fedpax.training.training_config import TrainingConfig
 

@@ -21,8 +21,6 @@ from fedpax.data.tables import Label
 from fedpax.deploy.batch_training import NEW, HeldoutClients
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_experiment import ClientExperiment
-from fedpax.experiments.client_files import FilesConfig, OpenFiles, PreparedFiles, open_files
-from fedpax.experiments.client_methods import KEPT, fine_tuned_models, sum_fine_tuned
 from fedpax.experiments.parts.client_evaluation import (
     EvaluateClients,
     heldout_of_files,
@@ -49,6 +47,8 @@ from fedpax.models.losses import (
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.mesh_rule import ShardedSize
 from fedpax.path_patterns import expand_home
+from fedpax.settings.client_files import FilesConfig, OpenFiles, PreparedFiles, open_files
+from fedpax.settings.client_methods import KEPT, fine_tuned_models, sum_fine_tuned
 from fedpax.sites.contract import ClientRange, SiteRun
 from fedpax.training.client_metrics import (
     ClientMetrics,

@@ -18,14 +18,14 @@ from fedpax.data.rounds.labeled_examples import Arrays, Preprocess, preprocess_i
 from fedpax.data.tables import Label, infer_label
 from fedpax.data.tables.shared_treatment import checked_label
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_files import FilesConfig
-from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.experiments.parts.file_experiments import saved_content
-from fedpax.experiments.parts.settings import documented_by
 from fedpax.models.classifiers import CNNConfig, cnn
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
+from fedpax.settings.client_files import FilesConfig
+from fedpax.settings.cohort_settings import CohortConfig
+from fedpax.settings.function_settings import documented_by
 from fedpax.sites.contract import Question
 from fedpax.training.training_config import TrainingConfig
 

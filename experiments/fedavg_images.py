@@ -29,16 +29,7 @@ from fedpax.data.rounds.augmentation import (
 )
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess, preprocess_images
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_aggregators import aggregator
 from fedpax.experiments.client_experiment import FedAvgExperiment
-from fedpax.experiments.cohort_settings import (
-    CohortConfig,
-    DirichletPopulation,
-    NaturalPopulation,
-    ServerConfig,
-    SyntheticPopulation,
-    check_has_fields,
-)
 from fedpax.experiments.parts.client_evaluation import (
     EvaluateClients,
     label_weights,
@@ -48,6 +39,15 @@ from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss, l2_regularized
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
+from fedpax.settings.client_aggregators import aggregator
+from fedpax.settings.cohort_settings import (
+    CohortConfig,
+    DirichletPopulation,
+    NaturalPopulation,
+    ServerConfig,
+    SyntheticPopulation,
+    check_has_fields,
+)
 from fedpax.sources.source import Examples
 from fedpax.training.client_metrics import EvaluatedClients, LabelWeights, classification_by_client
 from fedpax.training.evaluation import Batch, map_examples

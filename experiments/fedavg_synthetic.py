@@ -12,13 +12,13 @@ from fedpax.checks import CheckedConfig, Count, NonNegative
 from fedpax.data import Partition, example_batches
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess, preprocess_images
 from fedpax.experiments.client_experiment import ClientExperiment
-from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.parts.client_evaluation import EvaluateClients
-from fedpax.experiments.parts.settings import documented_by
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.populations.synthetic_clients import leaf_clients, logistic_clients
+from fedpax.settings.cohort_settings import CohortConfig
+from fedpax.settings.function_settings import documented_by
 from fedpax.training.client_metrics import ExampleOwners, classification_by_client
 from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.training_config import TrainingConfig

@@ -16,7 +16,6 @@ from fedpax.checks import COUNT
 from fedpax.data.rounds.labeled_examples import Arrays
 from fedpax.data.tables import TableFeatures
 from fedpax.errors import ArgumentError
-from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.experiments.parts.file_experiments import saved_content
 from fedpax.experiments.parts.site_experiments import (
@@ -26,7 +25,10 @@ from fedpax.experiments.parts.site_experiments import (
     shared_table_properties,
     stated_properties,
 )
-from fedpax.experiments.table_data import (
+from fedpax.models.classifiers import MLPConfig, mlp
+from fedpax.models.nnx_functional import FunctionalModel
+from fedpax.settings.cohort_settings import CohortConfig
+from fedpax.settings.table_data import (
     PreparedTable,
     TableConfig,
     apply_saved_table,
@@ -34,8 +36,6 @@ from fedpax.experiments.table_data import (
     needs_statistics,
     prepare_table,
 )
-from fedpax.models.classifiers import MLPConfig, mlp
-from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.sites.contract import ClientRange, Question
 from fedpax.training.training_config import TrainingConfig
 

@@ -20,8 +20,6 @@ from fedpax.data import (
 from fedpax.data.rounds.client_token_rows import pack_clients
 from fedpax.data.rounds.labeled_examples import Arrays
 from fedpax.errors import ArgumentError
-from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
-from fedpax.experiments.optimizer_settings import OptimizerConfig
 from fedpax.experiments.parts.client_evaluation import HeldoutSets
 from fedpax.experiments.parts.client_text import ClientText, ClientTextConfig
 from fedpax.experiments.parts.site_experiments import (
@@ -36,6 +34,8 @@ from fedpax.experiments.parts.weights import Trainable, hash_weights
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.settings.cohort_settings import CohortConfig, ServerConfig
+from fedpax.settings.optimizer_settings import OptimizerConfig
 from fedpax.sites.contract import (
     SITE_FILE,
     ClientRange,

@@ -20,12 +20,6 @@ from fedpax.data.rounds.labeled_examples import Preprocess
 from fedpax.data.rounds.stream_parts import evenly_spaced
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.experiments.client_experiment import FedAvgExperiment
-from fedpax.experiments.cohort_settings import (
-    CohortConfig,
-    NaturalPopulation,
-    ServerConfig,
-    check_has_fields,
-)
 from fedpax.experiments.parts.client_evaluation import (
     EvaluateClients,
     masked_loss_by_client,
@@ -35,6 +29,12 @@ from fedpax.experiments.parts.client_evaluation import (
 from fedpax.models.losses import next_word_loss
 from fedpax.models.lstm import LSTMConfig, lstm
 from fedpax.models.nnx_functional import FunctionalModel
+from fedpax.settings.cohort_settings import (
+    CohortConfig,
+    NaturalPopulation,
+    ServerConfig,
+    check_has_fields,
+)
 from fedpax.sources.source import get_field
 from fedpax.sources.stackoverflow_words import stackoverflow_words
 from fedpax.training.evaluation import Batch

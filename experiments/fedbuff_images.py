@@ -17,13 +17,13 @@ from fedpax.clients.cohort import CohortStream
 from fedpax.console import count_of
 from fedpax.data import ClientSampler, CohortRounds, Partition
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_methods import method
-from fedpax.experiments.cohort_settings import CohortConfig, DirichletPopulation
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.parts.private_runs import configured_accountant, make_aggregator
-from fedpax.experiments.parts.settings import documented_by
-from fedpax.experiments.trace_settings import TraceConfig
 from fedpax.models.classifiers import CNNConfig
+from fedpax.settings.client_methods import method
+from fedpax.settings.cohort_settings import CohortConfig, DirichletPopulation
+from fedpax.settings.function_settings import documented_by
+from fedpax.settings.trace_settings import TraceConfig
 from fedpax.simulation import BufferedArrivals, buffered_arrivals
 from fedpax.training.experiment import Run
 from fedpax.training.training_config import TrainingConfig

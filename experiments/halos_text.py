@@ -11,8 +11,8 @@ from fedpax.algorithms import DelayedNesterov, halos
 from fedpax.checks import CheckedConfig, Count, Decay, Fraction, NonNegative, Positive
 from fedpax.errors import ArgumentError
 from fedpax.experiments.async_diloco_text import AsynchronousText, async_diloco_text
-from fedpax.experiments.parts.settings import arguments_of, documented_by
 from fedpax.experiments.text_experiment import text_fields
+from fedpax.settings.function_settings import arguments_of, documented_by
 from fedpax.simulation import RegionalArrivals, dynamic_local_steps, regional_arrivals
 from fedpax.training.virtual_time import tree_bytes, with_exchanged_bytes, with_virtual_seconds
 

@@ -26,7 +26,6 @@ from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.experiments.parts.client_evaluation import HeldoutSets, parse_heldout_sets
-from fedpax.experiments.parts.file_remedies import with_flags
 from fedpax.experiments.parts.weights import (
     NO_ADAPTERS,
     SENTENCEPIECE,
@@ -47,6 +46,7 @@ from fedpax.parallel.axes import shardings
 from fedpax.path_patterns import expand_home
 from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.paths import latest_round, resolve_folder
+from fedpax.settings.file_remedies import with_flags
 from fedpax.text.chat_template import TEMPLATE_FILE, find_chat_template
 from fedpax.text.tokenizer_json import VOCAB_SIZE
 from fedpax.training.compiled_round import with_shardings

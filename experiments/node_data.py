@@ -14,9 +14,9 @@ from fedpax.console import count_of
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
 from fedpax.deploy.nodes.node import Node, OneParticipant
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_files import open_files
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.run_files.configuration import read_configuration
+from fedpax.settings.client_files import open_files
 from fedpax.training.experiment import Experiment, Run
 from fedpax.user_files.finding import find_files
 

@@ -11,10 +11,10 @@ import optax
 from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import data_parallel
 from fedpax.experiments.diloco_text import DiLoCoText, OuterConfig
-from fedpax.experiments.optimizer_settings import OptimizerConfig
 from fedpax.experiments.text_experiment import LossConfig, TextConfig, short_rows
 from fedpax.models import presets
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.settings.optimizer_settings import OptimizerConfig
 from fedpax.training.training_config import TrainingConfig
 
 

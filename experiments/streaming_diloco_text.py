@@ -11,10 +11,10 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import streaming_diloco
 from fedpax.checks import CountOrZero, Decay
 from fedpax.experiments.diloco_text import FragmentSettings, diloco_text, wire_codec
-from fedpax.experiments.parts.settings import arguments_of, documented_by
 from fedpax.experiments.pretrain import diloco_c4_1b, diloco_llama_8b
 from fedpax.experiments.text_experiment import TextExperiment
 from fedpax.parallel.compiler_options import memory_options, overlap_options
+from fedpax.settings.function_settings import arguments_of, documented_by
 
 MANY_FRAGMENTS = 8
 """From this number of fragments on, less memory costs no time on a CPU; with 2, it costs 3%."""

@@ -22,6 +22,7 @@ from fedpax import processes as processes
 from fedpax import reports as reports
 from fedpax import run_files as run_files
 from fedpax import secure_sums as secure_sums
+from fedpax import settings as settings
 from fedpax import simulation as simulation
 from fedpax import sites as sites
 from fedpax import sources as sources

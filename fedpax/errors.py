@@ -1,5 +1,8 @@
 """The errors that fedpax raises: each is a `FedpaxError`, and the built-in error of its kind."""
 
+import difflib
+from collections.abc import Iterable
+
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
@@ -64,3 +67,9 @@ class DamagedStateError(FedpaxError, OSError):
 
 class UsageError(FedpaxError):
     """A command line that cannot be executed; the message names the remedy."""
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a sentence with the names similar to an unknown one, or an empty string."""
+    close = difflib.get_close_matches(name, list(names), n=3)
+    return f" Did you mean {' or '.join(close)}?" if close else ""

@@ -181,8 +181,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     # Here, because the command's imports take seconds: signals are handled by now.
     if command not in COMMANDS:
-        from fedpax.errors import UsageError
-        from fedpax.experiments.catalog import did_you_mean
+        from fedpax.errors import UsageError, did_you_mean
 
         raise UsageError(
             f"there is no command {command!r}.{did_you_mean(command, COMMANDS)} "

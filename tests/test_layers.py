@@ -51,6 +51,7 @@ HEIGHT = {
     "algorithms": 14,
     "training": 14,
     "planning": 15,
+    "settings": 15,
     "reports": 15,
     "sites": 16,
     "deploy": 16,

@@ -13,8 +13,8 @@ from fedpax.aggregators import Aggregator, chain, codecs, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import fedavg
 from fedpax.experiments.benchmarks import workloads
-from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
-from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
+from fedpax.settings.client_aggregators import AggregatorConfig, aggregator
+from fedpax.settings.client_methods import ClientTraining, MethodConfig, method
 
 PARTICIPANTS, STEPS = 10, 10
 REGIONS = tuple(i % 2 for i in range(PARTICIPANTS))

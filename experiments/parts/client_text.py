@@ -22,18 +22,11 @@ from fedpax.data import (
 from fedpax.data.rounds.client_token_rows import pack_clients, preprocess_rows
 from fedpax.data.rounds.labeled_examples import Arrays
 from fedpax.errors import ArgumentError
-from fedpax.experiments.cohort_settings import (
-    CohortConfig,
-    OnClientsMesh,
-    ServerConfig,
-    over_clients,
-)
 from fedpax.experiments.language_model_experiment import (
     LanguageModelExperiment,
     TextDataConfig,
     without_token_count,
 )
-from fedpax.experiments.optimizer_settings import OptimizerConfig
 from fedpax.experiments.parts.client_evaluation import (
     EvaluateClients,
     HeldoutSets,
@@ -45,6 +38,13 @@ from fedpax.experiments.parts.client_evaluation import (
 from fedpax.experiments.parts.weights import Trainable
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.settings.cohort_settings import (
+    CohortConfig,
+    OnClientsMesh,
+    ServerConfig,
+    over_clients,
+)
+from fedpax.settings.optimizer_settings import OptimizerConfig
 from fedpax.training.experiment import Run, Shardings
 
 

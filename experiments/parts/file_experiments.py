@@ -21,12 +21,12 @@ from fedpax.data import CohortRounds
 from fedpax.data.rounds.cohort_stream import client_steps, shorter_lengths
 from fedpax.data.tables import Label, TableFeatures
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_aggregators import AggregatorConfig
-from fedpax.experiments.client_files import FilesConfig, OpenFiles, PreparedFiles
-from fedpax.experiments.client_methods import MODELS, MethodConfig
-from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.models.losses import ModelLoss
 from fedpax.run_files.paths import write_atomically
+from fedpax.settings.client_aggregators import AggregatorConfig
+from fedpax.settings.client_files import FilesConfig, OpenFiles, PreparedFiles
+from fedpax.settings.client_methods import MODELS, MethodConfig
+from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.training.experiment import Run
 from fedpax.training.virtual_time import tree_bytes
 

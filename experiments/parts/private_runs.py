@@ -7,9 +7,9 @@ from fedpax.aggregators import Aggregator, PrivacyAccountant, privacy_spent
 from fedpax.console import count_of
 from fedpax.data import ClientSampler
 from fedpax.errors import ArgumentError, ConfigurationError, MissingPackageError
-from fedpax.experiments.client_aggregators import AggregatorConfig
-from fedpax.experiments.client_methods import MethodConfig
-from fedpax.experiments.cohort_settings import CohortConfig
+from fedpax.settings.client_aggregators import AggregatorConfig
+from fedpax.settings.client_methods import MethodConfig
+from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.training.training_config import TrainingConfig
 
 

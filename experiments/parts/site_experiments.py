@@ -44,10 +44,12 @@ from fedpax.data.tables.shared_treatment import (
 )
 from fedpax.data.tables.treatments import Treatment, parse_treatment
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_aggregators import AggregatorConfig
-from fedpax.experiments.client_files import OpenFiles
 from fedpax.experiments.parts.file_experiments import saved_content
-from fedpax.experiments.table_data import (
+from fedpax.path_patterns import escape_commas
+from fedpax.populations.client_arrays import ComputedPartition
+from fedpax.settings.client_aggregators import AggregatorConfig
+from fedpax.settings.client_files import OpenFiles
+from fedpax.settings.table_data import (
     TableConfig,
     number_label,
     stated_label,
@@ -55,8 +57,6 @@ from fedpax.experiments.table_data import (
     table_label,
     table_treatments,
 )
-from fedpax.path_patterns import escape_commas
-from fedpax.populations.client_arrays import ComputedPartition
 from fedpax.sites.agreement import Needed
 from fedpax.sites.contract import ClientRange, Question
 from fedpax.transforms.stages import Stages

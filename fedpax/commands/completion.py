@@ -12,7 +12,7 @@ from fedpax.commands.flag_table import Flag
 from fedpax.errors import UsageError
 from fedpax.experiments.catalog import experiments
 from fedpax.experiments.listing import GROUPS
-from fedpax.experiments.parts.settings import FunctionSettings
+from fedpax.settings.function_settings import FunctionSettings
 
 SHELLS = COMMANDS["completion"].words
 GLOBAL_WORDS = ("--help", "--version")

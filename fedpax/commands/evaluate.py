@@ -27,11 +27,11 @@ from fedpax.console import print_error, print_line
 from fedpax.deploy.batch_training import RunRounds, evaluate_in_batches, for_workers, open_heldout
 from fedpax.deploy.flower.app_files import run_flower
 from fedpax.errors import UsageError
-from fedpax.experiments.client_files import describe_measured
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.reports.client_report import clients_json, format_clients, plot_clients
 from fedpax.run_files.metrics import with_quantiles
 from fedpax.run_files.paths import write_atomically
+from fedpax.settings.client_files import describe_measured
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.experiment import Run
 from fedpax.training.progress import describe_devices, format_metrics

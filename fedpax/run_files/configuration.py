@@ -234,17 +234,24 @@ def find_class(named: Any, classes: Collection[type]) -> Any:
 
 
 _MOVED = {
-    "asynchronous_text": "async_diloco_text",
-    "fedavg_clients": "client_experiment",
-    "language_model": "language_model_experiment",
-    "optimizers": "optimizer_settings",
-    "personal_methods": "client_methods",
-    "populations": "cohort_settings",
-    "robust_aggregators": "client_aggregators",
-    "text": "text_experiment",
-    "traces": "trace_settings",
+    "asynchronous_text": "experiments.async_diloco_text",
+    "client_aggregators": "settings.client_aggregators",
+    "client_files": "settings.client_files",
+    "client_methods": "settings.client_methods",
+    "cohort_settings": "settings.cohort_settings",
+    "fedavg_clients": "experiments.client_experiment",
+    "language_model": "experiments.language_model_experiment",
+    "optimizer_settings": "settings.optimizer_settings",
+    "optimizers": "settings.optimizer_settings",
+    "personal_methods": "settings.client_methods",
+    "populations": "settings.cohort_settings",
+    "robust_aggregators": "settings.client_aggregators",
+    "table_data": "settings.table_data",
+    "text": "experiments.text_experiment",
+    "trace_settings": "settings.trace_settings",
+    "traces": "settings.trace_settings",
 }
-"""Modules of experiments by the names that `config.json` of older runs has."""
+"""Former modules of `fedpax.experiments`, which `config.json` of older runs names."""
 
 
 def find_in_fedpax(named: str) -> Any:
@@ -253,9 +260,9 @@ def find_in_fedpax(named: str) -> Any:
     if not is_within_fedpax(named):
         raise ArgumentTypeError("the class has no name")
     package, _, last = module.rpartition(".")
-    if package.endswith(".experiments"):
-        last = _MOVED.get(last, last)
-    class_: Any = importlib.import_module(f"{package}.{last}")
+    if package.endswith(".experiments") and last in _MOVED:
+        module = f"fedpax.{_MOVED[last]}"
+    class_: Any = importlib.import_module(module)
     for part in name.split("."):
         class_ = getattr(class_, part)
     is_class = isinstance(class_, type) and dataclasses.is_dataclass(class_)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedpax.experiments.fedavg_table import FedAvgTable, fedavg_table
-from fedpax.experiments.table_data import TableConfig
+from fedpax.settings.table_data import TableConfig
 from fedpax.training.training_config import TrainingConfig
 
 SIZES = {

@@ -12,11 +12,11 @@ from fedpax.clients import Cohort
 from fedpax.experiments import async_diloco_text as text
 from fedpax.experiments import fedbuff_images as images
 from fedpax.experiments import halos_text as regional
-from fedpax.experiments.trace_settings import TraceConfig
 from fedpax.models.classifiers import CNNConfig
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.settings.trace_settings import TraceConfig
 from fedpax.simulation import Trace, save_trace
 from fedpax.training.trainer import train
 from fedpax.training.training_config import TrainingConfig

@@ -12,12 +12,12 @@ from fedpax.commands.parts.options import configure
 from fedpax.data import Source, load
 from fedpax.experiments import client_experiment, language_model_experiment
 from fedpax.experiments.catalog import find_experiment
-from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_characters import FedAvgCharacters
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.parts.client_evaluation import client_name
 from fedpax.main import main
 from fedpax.models.classifiers import MLPConfig
+from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.training_config import TrainingConfig
 

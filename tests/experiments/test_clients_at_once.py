@@ -10,8 +10,8 @@ from test_image_experiments import small
 
 import fedpax
 from fedpax.experiments import fedavg_images as module
-from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.primitives import participant_loop
+from fedpax.settings.cohort_settings import CohortConfig
 
 
 def seen_as(mesh, platform, device_kind, clients=1):

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from fedpax.experiments.client_aggregators import aggregator
-from fedpax.experiments.client_methods import method
 from fedpax.experiments.fedavg_image_files import FedAvgImageFiles, ImagesConfig, fedavg_images
 from fedpax.experiments.parts import file_experiments
 from fedpax.experiments.parts.file_experiments import ServerState
+from fedpax.settings.client_aggregators import aggregator
+from fedpax.settings.client_methods import method
 from fedpax.training.training_config import TrainingConfig
 
 CLIENTS = {"Zoë": 9, "Ana": 14, "Bo": 5}

@@ -16,13 +16,13 @@ from fedpax.algorithms import fedavg
 from fedpax.checkpoints import load_field
 from fedpax.commands.parts.options import configure
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
-from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
-from fedpax.experiments.client_files import open_files
-from fedpax.experiments.client_methods import method
-from fedpax.experiments.table_data import statistics_aggregator
 from fedpax.main import main
 from fedpax.models.losses import classification_loss, squared_error_loss
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.settings.client_aggregators import AggregatorConfig, aggregator
+from fedpax.settings.client_files import open_files
+from fedpax.settings.client_methods import method
+from fedpax.settings.table_data import statistics_aggregator
 
 
 @pytest.fixture(scope="module")

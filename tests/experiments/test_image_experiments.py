@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from fedpax.experiments import fedavg_images as module
-from fedpax.experiments.cohort_settings import NaturalPopulation, ServerConfig, resolve_clients_axis
 from fedpax.models.classifiers import CNNConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.settings.cohort_settings import NaturalPopulation, ServerConfig, resolve_clients_axis
 from fedpax.training.trainer import train
 from fedpax.training.training_config import TrainingConfig
 

@@ -12,12 +12,12 @@ from pyarrow import parquet
 
 from fedpax.checkpoints import load_params
 from fedpax.data import ClientSampler, cohort_rounds, prepare
-from fedpax.experiments import client_files, table_data
-from fedpax.experiments.client_methods import method
-from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_table import FedAvgTable, fedavg_table
-from fedpax.experiments.table_data import EncodedTable, TableConfig
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.settings import client_files, table_data
+from fedpax.settings.client_methods import method
+from fedpax.settings.cohort_settings import CohortConfig
+from fedpax.settings.table_data import EncodedTable, TableConfig
 from fedpax.training.trainer import train
 from fedpax.training.training_config import TrainingConfig
 

@@ -13,10 +13,10 @@ from fedpax.checkpoints.saved_state import load_field, load_params
 from fedpax.data import Source, load
 from fedpax.experiments import client_experiment
 from fedpax.experiments.catalog import find_group
-from fedpax.experiments.client_methods import APFL, FedAvg
 from fedpax.experiments.parts.file_experiments import ServerState
 from fedpax.experiments.personal_images import PersonalImages
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.settings.client_methods import APFL, FedAvg
 from fedpax.training.experiment import Run
 from fedpax.training.trainer import train
 

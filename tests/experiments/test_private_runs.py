@@ -24,11 +24,11 @@ from fedpax.aggregators import (
 )
 from fedpax.algorithms import async_diloco, fedavg, fedbuff
 from fedpax.errors import ConfigurationError
-from fedpax.experiments.client_aggregators import aggregator
-from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
 from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
 from fedpax.experiments.fedbuff_images import fedbuff_digits
 from fedpax.run_files.configuration import write_configuration
+from fedpax.settings.client_aggregators import aggregator
+from fedpax.settings.client_methods import ClientTraining, MethodConfig, method
 from fedpax.training.resume_checks import check_configuration
 
 N = 4

@@ -16,7 +16,7 @@ from fedpax.experiments.catalog import experiments, find_group
 from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
 from fedpax.experiments.diloco_text import OuterConfig
 from fedpax.experiments.listing import GROUPS
-from fedpax.experiments.optimizer_settings import OptimizerConfig
+from fedpax.settings.optimizer_settings import OptimizerConfig
 from fedpax.training import Experiment, Run, TrainingConfig
 
 ANY_INTEGER = {"seed"}

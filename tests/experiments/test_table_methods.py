@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fedpax.commands.parts.options import configure
-from fedpax.experiments.client_aggregators import AggregatorConfig
-from fedpax.experiments.client_methods import MethodConfig
+from fedpax.settings.client_aggregators import AggregatorConfig
+from fedpax.settings.client_methods import MethodConfig
 
 SETTINGS = {
     "private_mean": ["--aggregator.noise_multiplier=0.1"],

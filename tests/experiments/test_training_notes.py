@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpax.experiments.client_aggregators import aggregator
-from fedpax.experiments.client_methods import method
 from fedpax.experiments.fedavg_table import FedAvgTable, fedavg_table
-from fedpax.experiments.table_data import TableConfig
+from fedpax.settings.client_aggregators import aggregator
+from fedpax.settings.client_methods import method
+from fedpax.settings.table_data import TableConfig
 
 
 def write(folder: Path, sizes: list[int], rare: int = 0) -> FedAvgTable:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedpax.experiments.client_methods import method
-from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_image_files import FedAvgImageFiles, fedavg_images
 from fedpax.experiments.fedavg_table import FedAvgTable
-from fedpax.experiments.table_data import TableConfig
+from fedpax.settings.client_methods import method
+from fedpax.settings.cohort_settings import CohortConfig
+from fedpax.settings.table_data import TableConfig
 from fedpax.sites.contract import ClientRange
 from fedpax.training.progress import Progress
 from fedpax.training.training_config import TrainingConfig

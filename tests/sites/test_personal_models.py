@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from fedpax.checkpoints.saved_state import load_state
-from fedpax.experiments.client_methods import method
-from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_table import FedAvgTable
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.settings.client_methods import method
+from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.sites.site_files import SiteState
 from fedpax.sites.site_table import format_sites, read_sites
 from sites.federation import run, write_hospitals

@@ -8,8 +8,8 @@ import pytest
 
 from fedpax.aggregators import PrivacyAccountant
 from fedpax.errors import FedpaxError
-from fedpax.experiments.client_aggregators import aggregator
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.settings.client_aggregators import aggregator
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_worker import SiteWorker, UnknownRoundError
 from sites.federation import run, write_hospitals

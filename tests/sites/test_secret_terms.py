@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import fedpax
-from fedpax.experiments.client_methods import method
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.secure_sums.arithmetic import NotSummableError, from_words, to_words
+from fedpax.settings.client_methods import method
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import SecretTerms, check_is_sum
 from fedpax.sites.site_worker import SiteWorker, UnknownRoundError

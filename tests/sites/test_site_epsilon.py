@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fedpax.aggregators import PrivacyAccountant
-from fedpax.experiments.client_aggregators import aggregator
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.settings.client_aggregators import aggregator
 from fedpax.sites.coordinator_rounds import Coordinator
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_table import format_sites, read_sites

@@ -27,10 +27,10 @@ from fedpax.console import escape_controls, print_error
 from fedpax.errors import UsageError
 from fedpax.experiments.catalog import ExperimentGroup, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
-from fedpax.experiments.parts.settings import FunctionSettings
 from fedpax.extras import check_installed
 from fedpax.run_files.configuration import check_is_dataclass, seed_paths, with_seed
 from fedpax.run_files.paths import resolve_job_log_dir
+from fedpax.settings.function_settings import FunctionSettings
 from fedpax.training.experiment import Experiment
 
 _PARSING = threading.Lock()

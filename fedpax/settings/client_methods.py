@@ -19,7 +19,7 @@ from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.checks import DECAY, POSITIVE
 from fedpax.clients import gather_clients
 from fedpax.clients.cohort import Cohort
-from fedpax.experiments.parts.settings import FunctionSettings, accepted, is_choice, passes_on
+from fedpax.settings.function_settings import FunctionSettings, accepted, is_choice, passes_on
 
 
 class ClientTraining(NamedTuple):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from fedpax import aggregators
 from fedpax.aggregators import Aggregator, chain, codecs
 from fedpax.errors import ArgumentError
-from fedpax.experiments.parts.settings import FunctionSettings, accepted, is_choice
+from fedpax.settings.function_settings import FunctionSettings, accepted, is_choice
 
 CODEC_DEFAULTS: Mapping[str, float] = {"bits": 4, "fraction": 1 / 64}
 """The values with which experiments begin, of settings that a codec requires."""

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from docstring_parser import google
 
 from fedpax.checks import CheckedConfig
-from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.experiments.catalog import did_you_mean
+from fedpax.errors import ArgumentError, ArgumentTypeError, did_you_mean
 
 PLAIN = (float, int, bool, str)
 Class = TypeVar("Class", bound=type)

@@ -14,7 +14,10 @@ from fedpax import Cohort
 from fedpax.algorithm import RESERVED_METRICS
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.experiments.catalog import find_group
-from fedpax.experiments.client_aggregators import (
+from fedpax.experiments.experiment_groups import AGGREGATORS, METHODS, PERSONAL_METHODS
+from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
+from fedpax.experiments.fedbuff_images import fedbuff_digits
+from fedpax.settings.client_aggregators import (
     AggregatorConfig,
     Bulyan,
     ClippedMean,
@@ -28,11 +31,8 @@ from fedpax.experiments.client_aggregators import (
     SecureMean,
     TrimmedMean,
 )
-from fedpax.experiments.client_methods import ClientTraining
-from fedpax.experiments.cohort_settings import CohortConfig
-from fedpax.experiments.experiment_groups import AGGREGATORS, METHODS, PERSONAL_METHODS
-from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
-from fedpax.experiments.fedbuff_images import fedbuff_digits
+from fedpax.settings.client_methods import ClientTraining
+from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.training.trainer import train
 
 CLIENTS = 8

@@ -38,12 +38,12 @@ from fedpax.data import (
 )
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess
 from fedpax.errors import ArgumentError
-from fedpax.experiments.parts.settings import documented_by
 from fedpax.parallel.mesh import MeshConfig, MeshSizeError, available_devices
 from fedpax.parallel.mesh_rule import ShardedSize
 from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.primitives.device_loop import equal_chunks
 from fedpax.primitives.participant_loop import largest_auto_chunk
+from fedpax.settings.function_settings import documented_by
 from fedpax.sources.source import Examples
 
 _Experiment = TypeVar("_Experiment")

@@ -17,8 +17,13 @@ from fedpax.experiments.catalog import (
     find_experiment,
     find_group,
 )
-from fedpax.experiments.client_aggregators import aggregator
-from fedpax.experiments.client_methods import (
+from fedpax.experiments.experiment_groups import METHODS, PERSONAL_METHODS
+from fedpax.experiments.fedavg_synthetic import fedavg_leaf_synthetic, fedavg_synthetic
+from fedpax.experiments.fedbuff_images import fedbuff_digits
+from fedpax.experiments.listing import GROUPS
+from fedpax.experiments.parts.file_experiments import ServerState
+from fedpax.settings.client_aggregators import aggregator
+from fedpax.settings.client_methods import (
     APFL,
     ClientTraining,
     Ditto,
@@ -28,12 +33,7 @@ from fedpax.experiments.client_methods import (
     Reptile,
     method,
 )
-from fedpax.experiments.cohort_settings import ServerConfig
-from fedpax.experiments.experiment_groups import METHODS, PERSONAL_METHODS
-from fedpax.experiments.fedavg_synthetic import fedavg_leaf_synthetic, fedavg_synthetic
-from fedpax.experiments.fedbuff_images import fedbuff_digits
-from fedpax.experiments.listing import GROUPS
-from fedpax.experiments.parts.file_experiments import ServerState
+from fedpax.settings.cohort_settings import ServerConfig
 from fedpax.training.trainer import train
 
 ALL = {**METHODS, **PERSONAL_METHODS}

@@ -18,21 +18,21 @@ from fedpax.algorithms import fedavg
 from fedpax.commands.parts.options import configure
 from fedpax.errors import ArgumentError
 from fedpax.experiments.async_diloco_text import async_diloco_text
-from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
-from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
-from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.decoupled_diloco_text import DecoupledConfig
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.fedavg_images import fedavg_digits
-from fedpax.experiments.parts.settings import documented_by, passes_on
 from fedpax.experiments.streaming_diloco_text import StreamingConfig
-from fedpax.experiments.table_data import TableConfig
 from fedpax.run_files.configuration import (
     from_json,
     read_configuration,
     to_json,
     write_configuration,
 )
+from fedpax.settings.client_aggregators import AggregatorConfig, aggregator
+from fedpax.settings.client_methods import ClientTraining, MethodConfig, method
+from fedpax.settings.cohort_settings import CohortConfig
+from fedpax.settings.function_settings import documented_by, passes_on
+from fedpax.settings.table_data import TableConfig
 
 
 def fedmine(
@@ -223,10 +223,14 @@ def test_configurations_of_older_runs_are_read(module: str, name: str) -> None:
     [
         ("fedavg_images", fedavg_digits()),
         ("populations", fedavg_digits().population),
+        ("cohort_settings", fedavg_digits().population),
         ("text", diloco_text().data),
         ("text", diloco_text().loss),
         ("optimizers", diloco_text().optimizer),
+        ("optimizer_settings", diloco_text().optimizer),
         ("traces", async_diloco_text().trace),
+        ("table_data", TableConfig(files=("a.csv",), label="y")),
+        ("trace_settings", async_diloco_text().trace),
     ],
 )
 def test_settings_in_modules_of_former_names_are_read(module: str, config: Any) -> None:

@@ -112,8 +112,8 @@ class OptimizerConfig(CheckedConfig):
             linear         peak - (peak - final) t / N
             constant       peak
             wsd            peak, and in the last `decay_fraction num_steps` steps
-                           `fedpax.experiments.optimizer_settings.stable_decay`
-            warm_restarts  `fedpax.experiments.optimizer_settings.warm_restarts`
+                           `fedpax.settings.optimizer_settings.stable_decay`
+            warm_restarts  `fedpax.settings.optimizer_settings.warm_restarts`
 
         Reference:
             Cosine: Loshchilov and Hutter, arXiv:1608.03983, with one cycle.

@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from fedpax.experiments.optimizer_settings import (
+from fedpax.models.transformer import TransformerConfig, transformer
+from fedpax.settings.optimizer_settings import (
     OptimizerConfig,
     muon_dimension_numbers,
     stable_decay,
     warm_restarts,
 )
-from fedpax.models.transformer import TransformerConfig, transformer
 
 NAMES = typing.get_args(typing.get_type_hints(OptimizerConfig)["name"])
 MODEL = transformer(

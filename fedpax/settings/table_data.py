@@ -27,10 +27,10 @@ from fedpax.data.tables.features import fit_blocks
 from fedpax.data.tables.labels import Task
 from fedpax.data.tables.treatments import MAX_CATEGORIES
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
-from fedpax.experiments.client_files import FilesConfig, OpenFiles, StoredColumns
-from fedpax.experiments.parts.settings import documented_by
 from fedpax.path_patterns import escape_commas
+from fedpax.settings.client_aggregators import AggregatorConfig, aggregator
+from fedpax.settings.client_files import FilesConfig, OpenFiles, StoredColumns
+from fedpax.settings.function_settings import documented_by
 from fedpax.sources.source import Source
 
 IN_MEMORY = 1 << 29

@@ -16,9 +16,9 @@ from fedpax.data import load
 from fedpax.data.tables.labels import Label, missing_label_message
 from fedpax.data.tables.values import is_missing
 from fedpax.errors import ArgumentError, FedpaxError
-from fedpax.experiments.parts.file_remedies import with_flags
-from fedpax.experiments.parts.settings import accepted
 from fedpax.extras import optional
+from fedpax.settings.file_remedies import with_flags
+from fedpax.settings.function_settings import accepted
 from fedpax.user_files.formats import LoadOptions, parse_types
 
 _BLOCK_BYTES = 1 << 23

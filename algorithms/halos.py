@@ -175,7 +175,7 @@ def halos(
         does during an exchange, and the settings: the authors' simulator, github.com/utnslab/halos.
     """
     check_optimizer("halos", "inner_optimizer", inner_optimizer)
-    region_of = check_regions("halos", regions)
+    region_of = check_regions(regions)
     num_regions, islands = max(region_of) + 1, len(region_of)
     check_delayed_nesterov("halos", "local_server", local_server)
     check_delayed_nesterov("halos", "global_server", global_server)
@@ -357,12 +357,12 @@ class _Servers(NamedTuple):
         return params, global_state, tuple(merged)
 
 
-def check_regions(function: str, regions: Sequence[int]) -> tuple[int, ...]:
+def check_regions(regions: Sequence[int]) -> tuple[int, ...]:
     """Check the regions of islands, and return them as integers."""
     numbers = tuple(int(region) for region in regions)
     if not numbers or set(numbers) != set(range(max(numbers) + 1)) or numbers != tuple(regions):
         raise ArgumentError(
-            f"{function}: regions is {tuple(regions)}, expected the region of each island, numbers "
+            f"halos: regions is {tuple(regions)}, expected the region of each island, numbers "
             "from 0 without gaps, such as (0, 0, 1, 1). Number the regions anew."
         )
     return numbers

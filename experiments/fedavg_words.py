@@ -256,7 +256,7 @@ class WordRows:
     # follow the authors' code, google-research/federated,
     # utils/datasets/stackoverflow_word_prediction.py.
 
-    def __init__(self, words: Sequence[bytes], seq_len: int, *, field: str = "text") -> None:
+    def __init__(self, words: Sequence[bytes], seq_len: int) -> None:
         if seq_len < 1:
             raise ArgumentError(f"seq_len is {seq_len}, expected at least 1.")
         self._numbers = {word: number for number, word in enumerate(words, start=1)}
@@ -265,19 +265,19 @@ class WordRows:
                 f"The {len(words)} words have {len(words) - len(self._numbers)} duplicates, "
                 "expected different words: remove the duplicates."
             )
-        self._seq_len, self._field = seq_len, field
+        self._seq_len = seq_len
 
     def __call__(self, fields: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Encode sentences as `inputs`, `targets` and `mask`, `[examples, seq_len]`."""
-        sentences = get_field(fields, self._field)
+        sentences = get_field(fields, "text")
         unknown, begin, end = (len(self._numbers) + k for k in range(1, NUM_SPECIAL))
         rows = np.zeros((len(sentences), self._seq_len + 1), np.int32)
         rows[:, 0] = begin
         for row, sentence in zip(rows, sentences, strict=True):
             if not isinstance(sentence, str | bytes):
                 raise ArgumentTypeError(
-                    f"A sentence in the field {self._field!r} is {sentence!r:.80}, expected str or "
-                    "bytes. Leave out examples without one, or name another field."
+                    f"A sentence in the field 'text' is {sentence!r:.80}, expected str or bytes. "
+                    "Leave out examples without one."
                 )
             text = sentence.encode() if isinstance(sentence, str) else sentence
             words = text.split()[: self._seq_len]

@@ -3,16 +3,8 @@
 import warnings
 
 
-def warn_deprecated(old: str, new: str, *, removed_in: str, stacklevel: int = 2) -> None:
-    """Warn that a name or an argument is deprecated.
-
-    Args:
-        old: the deprecated name, as users write it.
-        new: its replacement.
-        removed_in: the version without it: the minor version after the first one that warns. A test
-            fails if the old name is still there in this version.
-        stacklevel: the number of calls between the user's line and this one, as in `warnings.warn`.
-            Default 2: the function that calls this one is the deprecated one.
+def warn_deprecated(old: str, new: str, *, removed_in: str) -> None:
+    """Warn at the caller's caller that a name is deprecated, until the version `removed_in`.
 
     Example:
         >>> def weighted_mean(values):  # renamed to federated_mean
@@ -26,5 +18,5 @@ def warn_deprecated(old: str, new: str, *, removed_in: str, stacklevel: int = 2)
     warnings.warn(
         f"{old} is deprecated and will be removed in fedpax {removed_in}. Use {new}.",
         DeprecationWarning,
-        stacklevel=stacklevel + 1,
+        stacklevel=3,
     )

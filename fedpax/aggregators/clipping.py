@@ -19,7 +19,7 @@ from fedpax.aggregators.aggregator import (
     present,
     without_epsilon,
 )
-from fedpax.aggregators.gaussian_noise import scalar_noise
+from fedpax.aggregators.gaussian_noise import quantile_noise
 from fedpax.checks import FRACTION, NON_NEGATIVE, POSITIVE, check_argument, check_seed
 from fedpax.primitives import federated_map, federated_mean, federated_sum
 
@@ -166,7 +166,7 @@ def adaptive_clip(
             below = federated_map(lambda norm_i, here: here & (norm_i <= norm), norms, taken)
             counted, total = federated_sum((below, taken))
             if count_stddev:
-                drawn = scalar_noise(seed, "quantile", state.round, total.astype(jnp.float32))
+                drawn = quantile_noise(seed, state.round, total.astype(jnp.float32))
                 counted = counted + count_stddev * drawn
             fraction = counted / jnp.maximum(total, 1)
             adapted = adapt_norm(norm, fraction, quantile, learning_rate)

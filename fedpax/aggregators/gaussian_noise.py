@@ -162,13 +162,13 @@ def add_server_noise(
     return perturb(tree, _normal(round_key(seed, purpose, round_number), tree), stddev)
 
 
-def scalar_noise(
-    seed: int, purpose: str, round_number: Int[Array, ""], like: Float[Array, ""]
+def quantile_noise(
+    seed: int, round_number: Int[Array, ""], like: Float[Array, ""]
 ) -> Float[Array, ""]:
-    """Draw one standard normal number of the server, its own in stages."""
+    """Draw one standard normal number of the server for a quantile, its own in stages."""
     if is_for_stages():
         return server_noise(like)
-    return jax.random.normal(round_key(seed, purpose, round_number))
+    return jax.random.normal(round_key(seed, "quantile", round_number))
 
 
 def perturb(

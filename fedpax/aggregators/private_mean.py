@@ -18,7 +18,7 @@ from fedpax.aggregators.clipping import (
     check_quantile,
     clip_update,
 )
-from fedpax.aggregators.gaussian_noise import add_server_noise, scalar_noise
+from fedpax.aggregators.gaussian_noise import add_server_noise, quantile_noise
 from fedpax.aggregators.privacy_accounting import accountant_of, releases_per_round
 from fedpax.checks import NON_NEGATIVE, POSITIVE, check_argument, check_seed
 from fedpax.errors import ArgumentError
@@ -175,7 +175,7 @@ def private_mean(
         if quantile is not None:
             stddev = expected / 20 if count_stddev is None else count_stddev
             multiplier = split_noise(noise_multiplier, stddev)
-            drawn = scalar_noise(seed, "quantile", state.round, count)
+            drawn = quantile_noise(seed, state.round, count)
             fraction = 0.5 + (count + stddev * drawn) / expected
             new_norm = adapt_norm(norm, fraction, quantile, learning_rate)
         noisy = total

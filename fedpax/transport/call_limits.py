@@ -89,6 +89,7 @@ class CallsBySite:
 # ---- a log of strangers' messages: they can neither fill it nor send control characters to it
 
 _MOST_REMEMBERED = 1000
+_INTERVAL = 10.0  # seconds
 
 
 class LimitedLog:
@@ -98,11 +99,10 @@ class LimitedLog:
         self,
         logger: logging.Logger,
         most: int = 20,
-        seconds: float = 10.0,
         remember: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._logger, self._most, self._seconds, self._clock = logger, most, seconds, clock
+        self._logger, self._most, self._clock = logger, most, clock
         self._lock = threading.Lock()
         self._end, self._count = float("-inf"), 0
         self._remember = remember
@@ -121,14 +121,12 @@ class LimitedLog:
                 return
             if now >= self._end:
                 missing = self._count - self._most
-                self._end, self._count = now + self._seconds, 0
+                self._end, self._count = now + _INTERVAL, 0
             self._count += 1
             if self._count > self._most:
                 return
         if missing > 0:
-            self._logger.warning(
-                "%d more warnings in %g s were not written", missing, self._seconds
-            )
+            self._logger.warning("%d more warnings in %g s were not written", missing, _INTERVAL)
         self._logger.warning("%s", text)
 
 

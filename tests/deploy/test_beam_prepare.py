@@ -1,6 +1,5 @@
 """Files that Beam sorts are what `prepare` writes, in threads and in several processes."""
 
-import doctest
 import os
 from pathlib import Path
 
@@ -177,9 +176,3 @@ def test_a_step_that_is_repeated_and_a_job_that_fails_leave_no_half_folder(tmp_p
     with pytest.raises(KeyboardInterrupt):
         prepare_beam(files, tmp_path / "more", client="user")
     assert not [path for path in tmp_path.iterdir() if "more" in path.name]
-
-
-def test_the_example_of_the_docstring_runs():
-    text = prepare_beam.__doc__.replace("# doctest: +SKIP", "")
-    test = doctest.DocTestParser().get_doctest(text, {}, "prepare_beam", None, 0)
-    assert doctest.DocTestRunner().run(test).failed == 0

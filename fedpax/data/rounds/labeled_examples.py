@@ -105,11 +105,9 @@ def read_batches(
     return [{name: x[k] for name, x in batches.items()} for k in range(len(places))]
 
 
-def scale_pixels(
-    images: Num[np.ndarray, "*shape"], field: str = "image"
-) -> Float32[np.ndarray, "*shape"]:
+def scale_pixels(images: Num[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:
     """Convert images to float32: integers, 0 to 255, are divided by 255; floats are unchanged."""
-    images = checked_pixels(images, field)
+    images = checked_pixels(images)
     if images.dtype != np.uint8:
         return images
     scaled = aligned_empty(images.shape, np.float32)

@@ -114,7 +114,8 @@ class TableFeatures:
         return cls(tuple(fitted))
 
 
-def _first_of(columns: Sequence[str], most: int = 10) -> str:
+def _first_of(columns: Sequence[str]) -> str:
+    most = 10
     more = [f"and those of {count_of(len(columns) - most, 'more column')}"]
     return ", ".join([*columns[:most], *more * (len(columns) > most)])
 

@@ -11,19 +11,17 @@ a throttled network stops all islands until the failed one has restarted, and lo
 the last checkpoint.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import json
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from matplotlib.figure import Figure
 
@@ -114,26 +112,6 @@ def restarted_data_parallelism(
     return (kept + max(seconds - running_since, 0.0)) / seconds
 
 
-def mean_data_parallelism(
-    mean_seconds: float, islands: int, seconds: float, restart: float, checkpoint: float
-) -> float:
-    """Compute the mean of `restarted_data_parallelism` over 200 schedules of one failure rate.
-
-    One schedule of some minutes differs by several percent from another one of the same rate.
-    """
-    kept = []
-    for seed in range(200):
-        down_until: dict[int, float] = {}
-        happened = []
-        for failure in draw_failures(seed, islands, seconds, mean_seconds):
-            if failure.time >= down_until.get(failure.island, 0.0):  # the rule of `play`
-                happened.append(failure)
-                end = failure.time + failure.seconds
-                down_until[failure.island] = end + restart * failure.kind.startswith("kill")
-        kept.append(restarted_data_parallelism(happened, seconds, restart, checkpoint))
-    return statistics.mean(kept)
-
-
 def heldout_loss(sites: Sites) -> float:
     """Return the held-out loss of the outer model, by `fedpax evaluate`."""
     file = sites.folder / "evaluation.json"
@@ -146,24 +124,22 @@ def draw_outcomes(quiet: Outcome, chaotic: Outcome) -> Figure:
     """Draw the failures, and the inner steps in merges over time with and without them."""
     figure = Figure(figsize=(9, 6), layout="constrained", dpi=120)
     above, below = figure.subplots(2, sharex=True, height_ratios=[1, 1.6])
-    bars: list[tuple[str, int, float, float, float]] = [
-        (f.kind, f.island, f.time, f.seconds, 1.0) for f in chaotic.failures
+    length = {(f.island, f.time): f.seconds for f in chaotic.failures}
+    bars = {
+        kind: [(f.island, f.time, f.seconds) for f in chaotic.failures if f.kind == kind]
+        for kind in get_args(Kind)
+    }
+    bars["until its first round or merge"] = [
+        (process, killed + length[process, killed], seconds)
+        for process, killed, seconds in chaotic.restarts
     ]
-    seconds = {(f.island, f.time): f.seconds for f in chaotic.failures}
-    for process, killed, until in chaotic.restarts:
-        begin = killed + seconds[process, killed]
-        bars.append(("until its first round or merge", process, begin, until, 0.3))
-    colors: dict[str, str] = dict(zip(get_args(Kind), ("C3", "C1", "C0", "C9", "C4"), strict=True))
-    named: set[str] = set()
-    for name, process, begin, length, alpha in bars:
-        style: Any = {"color": colors.get(name, "C3"), "alpha": alpha}
-        label = None if name in named else name
-        above.barh(process, length, left=begin, label=label, **style)
-        named.add(name)
+    for name, drawn in bars.items():
+        if drawn:
+            processes, begins, widths = zip(*drawn, strict=True)
+            above.barh(processes, widths, left=begins, label=name)
     islands = range(len(chaotic.statuses) - 1)
     above.set_yticks([SYNCER, *islands], ["syncer", *(f"island {island}" for island in islands)])
-    if named:
-        above.legend(fontsize="small", ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    above.legend(fontsize="small", ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     for name, outcome in (("undisturbed", quiet), ("with failures", chaotic)):
         times, counts = zip(*outcome.merges, strict=True)
         below.plot(times, list(itertools.accumulate(counts)), label=name)
@@ -172,48 +148,23 @@ def draw_outcomes(quiet: Outcome, chaotic: Outcome) -> Figure:
     return figure
 
 
-def compare(
-    benchmark: "Chaos", outcomes: tuple[Outcome, Outcome], losses: tuple[float, float]
-) -> Row:
-    """Compare a run with failures with an undisturbed one, which is the first of each pair."""
-    quiet, chaotic = outcomes
-    restarts = [r.seconds for r in chaotic.restarts if r.process != SYNCER]
-    restart = statistics.median(restarts) if restarts else 0.0
-    rates = chaotic.seconds, restart, CHECKPOINT_ROUNDS * benchmark.round_seconds
-    return Row(
-        failures=dict(Counter(failure.kind for failure in chaotic.failures)),
-        count=len(chaotic.failures),
-        seconds=chaotic.seconds,
-        useful=chaotic.steps_per_second / quiet.steps_per_second,
-        data_parallel=restarted_data_parallelism(chaotic.failures, *rates),
-        mean_data_parallel=mean_data_parallelism(
-            benchmark.mean_seconds, len(chaotic.statuses) - 1, *rates
-        ),
-        restart_seconds=restart,
-        repeated=chaotic.repeated,
-        lost_updates=sum(chaotic.lost_updates.values()),
-        loss=losses[1],
-        quiet_loss=losses[0],
-        _outcomes=outcomes,
-    )
-
-
 class Chaos(Benchmark):
     seed: int = option(0, "of the failures")
     rounds: int = option(150, "rounds of the run")
     round_seconds: float = option(1.0, "seconds of a round")
     mean_seconds: float = option(4.0, "between failures, mean")
     islands: int = option(4, "number of islands")
+    fields: str = option("", "further fields of the experiment, such as --decoupled.momentum=0.9")
     limit_seconds: float = option(1800.0, "for each run")
     folder: str | None = option(None, "a new folder for runs and logs; default: temporary")
 
     columns = (
         "failures {count} | seconds {seconds:.0f} | useful time of the islands {useful:.1%} "
         "| of restarted data parallelism {data_parallel:.1%} "
-        "| on average at this rate {mean_data_parallel:.1%} "
         "| restart of an island, s {restart_seconds:.1f} | updates applied twice {repeated} "
         "| lost of islands never killed {lost_updates} | held-out loss {loss:.4f} "
-        "| undisturbed {quiet_loss:.4f} | kinds {failures}"
+        "| undisturbed {quiet_loss:.4f} | late updates {late:.1%} | undisturbed {quiet_late:.1%} "
+        "| kinds {failures}"
     )
 
     def measure(self) -> Iterator[Row]:
@@ -222,21 +173,45 @@ class Chaos(Benchmark):
             "--exp=fedpax.experiments.benchmarks.chaos:paced_text",
             f"--training.rounds={self.rounds}",
             f"--seconds_per_round={self.round_seconds}",
+            *self.fields.split(),
         ]
         islands, limit = self.islands, self.limit_seconds
         # Until the end of the run, whenever that is.
         failures = draw_failures(self.seed, islands, limit, self.mean_seconds)
         outcomes, losses = [], []
-        with contextlib.ExitStack() as stack:
-            folder = Path(self.folder or stack.enter_context(tempfile.TemporaryDirectory()))
+        with timing.new_folder() as temporary:
+            folder = Path(self.folder or temporary)
             for name, schedule in (("quiet", []), ("chaotic", failures)):
                 with Sites(folder / name, islands, fields, local_steps=LOCAL_STEPS) as sites:
                     outcomes.append(play(sites, schedule, limit))
                     losses.append(heldout_loss(sites))
-        yield compare(self, (outcomes[0], outcomes[1]), (losses[0], losses[1]))
+        yield self.compare((outcomes[0], outcomes[1]), (losses[0], losses[1]))
+
+    def compare(self, outcomes: tuple[Outcome, Outcome], losses: tuple[float, float]) -> Row:
+        """Compare a run with failures with an undisturbed one, which is the first of each pair."""
+        quiet, chaotic = outcomes
+        restarts = [r.seconds for r in chaotic.restarts if r.process != SYNCER]
+        restart = statistics.median(restarts) if restarts else 0.0
+        return Row(
+            failures=dict(Counter(failure.kind for failure in chaotic.failures)),
+            count=len(chaotic.failures),
+            seconds=chaotic.seconds,
+            useful=chaotic.steps_per_second / quiet.steps_per_second,
+            data_parallel=restarted_data_parallelism(
+                chaotic.failures, chaotic.seconds, restart, CHECKPOINT_ROUNDS * self.round_seconds
+            ),
+            restart_seconds=restart,
+            repeated=chaotic.repeated,
+            lost_updates=sum(chaotic.lost_updates.values()),
+            loss=losses[1],
+            quiet_loss=losses[0],
+            late=chaotic.late,
+            quiet_late=quiet.late,
+            _outcomes=outcomes,
+        )
 
     def draw(self, rows: list[Row]) -> Figure:
-        return draw_outcomes(*vars(rows[0])["_outcomes"])
+        return draw_outcomes(*rows[0]._outcomes)
 
 
 main = command(Chaos)

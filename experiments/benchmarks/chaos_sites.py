@@ -68,6 +68,7 @@ class Outcome(NamedTuple):
     restarts: list[Restart]  # of processes that have trained or merged since
     statuses: list[int]  # exit statuses of the syncer and the islands
     failures: list[Failure]  # the failures that happened
+    late: float  # fraction of the updates in merges that had missed an earlier merge
 
     @property
     def steps_per_second(self) -> float:
@@ -282,4 +283,5 @@ def _summarize(
         restarts,
         [sites.status(process) or 0 for process in sites.processes],
         failures,
+        sum(merge["late"] for merge in merges) / max(len(updates), 1),
     )

@@ -6,6 +6,10 @@ All implementations run the same round on the same random data and must give the
 are timed in interleaved calls, and a ratio is the median over repetitions. DrJAX is part of the
 extra `bench` and is left out if it is not installed.
 
+`--baselines=gradient` adds the loss after fedpax's round with its gradient with respect to the
+server's and the clients' learning rates. The local training is rematerialized, so no residuals are
+stored for each client. The gradient must equal that of the `jax.vmap` round.
+
 `--plot` draws time and memory over the number of clients, with the rows of `--files`: its
 temporaries slow down the calls after DrJAX, so time it in its own file. Memory comes from any
 row of an implementation and a number of clients, time from the last row that has it.
@@ -15,7 +19,7 @@ import dataclasses
 import functools
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,12 +37,21 @@ import fedpax
 from fedpax.algorithm import Params
 from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
-from fedpax.experiments.benchmarks.workloads import BATCH_SIZE, LOCAL_STEPS, Sizes, Workload
+from fedpax.experiments.benchmarks.workloads import (
+    BATCH_SIZE,
+    LEARNING_RATE,
+    LOCAL_STEPS,
+    Sizes,
+    Workload,
+)
 from fedpax.primitives.placement import ChunkSize
 
 NumExamples: TypeAlias = Float[Array, " clients"]
 LocalTrain: TypeAlias = Callable[[Params, chex.ArrayTree], Params]
 Round: TypeAlias = Callable[[Params, chex.ArrayTree, jax.Array], Params]
+Average: TypeAlias = Callable[[LocalTrain, Any], Round]  # from the server's learning rate
+
+GRADIENT, RATES = "gradient", {"server": 1.0, "client": LEARNING_RATE}
 
 
 def fedpax_round(
@@ -108,6 +121,38 @@ def _add(params: Params, update: Params) -> Params:
     return jax.tree.map(jnp.add, params, update)
 
 
+def gradient_round(
+    workload: Workload, average: Average, rates: Mapping[str, float] = RATES
+) -> Callable[..., Any]:
+    """Make the loss after a round, on the first batch, and its gradient by the learning rates."""
+
+    def gradient(params: Params, batches: Any, num_examples: NumExamples) -> Any:
+        def loss(rates: Any) -> jax.Array:
+            @jax.checkpoint
+            def local_train(params: Params, batches: Any) -> Params:
+                return workload.local_train(params, batches, rates["client"], LOCAL_STEPS)
+
+            after = average(local_train, rates["server"])(params, batches, num_examples)
+            return workload.loss_fn(after, jax.tree.map(lambda leaf: leaf[0, 0], batches))[0]
+
+        return jax.value_and_grad(loss)(jax.tree.map(jnp.float32, rates))
+
+    return gradient
+
+
+def plain_average(clients: int) -> Average:
+    """Make `vmap_round` with the server's learning rate."""
+
+    def average(local_train: LocalTrain, rate: Any) -> Round:
+        def fedavg_round(params: Params, *data: Any) -> Params:
+            moved = vmap_round(local_train, clients)(params, *data)
+            return jax.tree.map(lambda p, m: p + rate * (m - p), params, moved)
+
+        return fedavg_round
+
+    return average
+
+
 BASELINES = {"scan": scan_round, "drjax": drjax_round, "vmap": vmap_round}
 STYLES: dict[str, dict[str, Any]] = {
     "drjax": {"label": "DrJAX", "color": "#b3531d", "marker": "s"},
@@ -127,7 +172,10 @@ def check_equal(results: dict[str, Any]) -> None:
 class FedAvgRound(Sizes, Timed):
     chunk_size: list[ChunkSize] = option("auto,1", "values to run fedpax with", harness.chunk_sizes)
     baselines: list[str] = option(
-        ",".join(BASELINES), "implementations to compare fedpax with", harness.names
+        ",".join(BASELINES),
+        "implementations to compare fedpax with, and gradient",
+        harness.names,
+        known=lambda _: [*BASELINES, GRADIENT],
     )
     local_steps: int = option(LOCAL_STEPS, "steps of a client")
     batch_size: int = option(BATCH_SIZE, "examples in a step")
@@ -149,17 +197,25 @@ class FedAvgRound(Sizes, Timed):
         train = workload.local_train
         rounds = {f"fedpax {k}": fedpax_round(train, clients, k) for k in self.chunk_size}
         first = next(iter(rounds))
-        rounds |= {name: BASELINES[name](train, clients) for name in self.baselines}
+        rounds |= {k: BASELINES[k](train, clients) for k in self.baselines if k != GRADIENT}
+        gradients: dict[str, Any] = {}
+        if GRADIENT in self.baselines:
+            gradients["plain JAX"] = gradient_round(workload, plain_average(clients))
+            gradients[GRADIENT] = gradient_round(
+                workload, lambda train, rate: fedpax_round(train, clients, self.chunk_size[0], rate)
+            )
         sizes = self.local_steps, self.batch_size
         types = workload.argument_types(clients, mesh, *sizes)
-        compiled = {name: timing.compile_for(fn, *types) for name, fn in rounds.items()}
+        measured = rounds | {k: fn for k, fn in gradients.items() if k == GRADIENT}
+        compiled = {name: timing.compile_for(fn, *types) for name, fn in measured.items()}
         calls, arguments = {name: c.program for name, c in compiled.items()}, tuple[Any, ...]()
         if self.repetitions:
             # A few steps in full precision: GPUs and TPUs round the operands of matmuls, and
             # after hundreds of steps rounding alone makes the results differ.
             few = workload.random_arguments(clients, mesh, min(5, self.local_steps))
             with jax.default_matmul_precision("float32"):
-                check_equal({name: jax.jit(fn)(*few) for name, fn in rounds.items()})
+                for functions in filter(None, (rounds, gradients)):
+                    check_equal({name: jax.jit(fn)(*few) for name, fn in functions.items()})
             arguments = workload.random_arguments(clients, mesh, *sizes)
         seconds = self.time(calls, *arguments)
         return [

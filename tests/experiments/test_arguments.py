@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from fedpax.experiments.benchmarks import client_drift, fedavg_round, goodput, late_updates
+from fedpax.experiments.benchmarks import client_drift, fedavg_round, site_memory
 from fedpax.experiments.benchmarks.harness import integers, numbers
 
 
@@ -37,9 +37,8 @@ def test_integers_are_positive(text: str) -> None:
 def test_a_command_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     for command, arguments in (
         (client_drift, ["--local_steps=ten"]),
-        (goodput, ["--chips=1,", "--out=unused"]),
+        (site_memory, ["--sites=1,", "--out=unused"]),
         (fedavg_round, ["--chunk_size=auto,a"]),
-        (late_updates, ["--outer=0.9:0.4,0.6"]),
     ):
         with pytest.raises(SystemExit) as error:
             command.main(arguments)

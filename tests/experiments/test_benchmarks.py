@@ -10,9 +10,8 @@ import optax
 import pytest
 
 import fedpax
-from fedpax.experiments.benchmarks import fedavg_round, gradient, timing
-from fedpax.experiments.benchmarks.fedavg_round import FedAvgRound, vmap_round
-from fedpax.experiments.benchmarks.gradient import Gradient
+from fedpax.experiments.benchmarks import fedavg_round, timing
+from fedpax.experiments.benchmarks.fedavg_round import FedAvgRound, fedpax_round, vmap_round
 from fedpax.experiments.benchmarks.harness import Row
 from fedpax.experiments.benchmarks.timing import on_devices
 from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload, changed, method
@@ -90,18 +89,14 @@ def test_drjax_is_left_out_if_it_is_not_installed(monkeypatch, capsys, tmp_path)
 @pytest.mark.slow
 def test_the_gradient_of_a_round_equals_plain_jax():
     mesh = fedpax.make_mesh(devices=jax.devices()[:1], clients=1)
-    arguments = TINY.random_arguments(4, mesh)
-    rates = {"server": jnp.float32(0.7), "client": jnp.float32(0.2)}
-
-    def plain(rates, params, batches, num_examples):
-        train = lambda params, batches: TINY.local_train(params, batches, rates["client"])
-        moved = vmap_round(train, 4)(params, batches, num_examples)
-        return jax.tree.map(lambda p, m: p + rates["server"] * (m - p), params, moved)
-
-    streamed = gradient.make_round(TINY, chunk_size=1, unroll=2)
+    arguments, rates = TINY.random_arguments(4, mesh), {"server": 0.7, "client": 0.2}
+    averages = {
+        "streamed": lambda train, rate: fedpax_round(train, 4, 1, rate),
+        "plain": fedavg_round.plain_average(4),
+    }
     ours, expected = (
-        jax.jit(jax.value_and_grad(gradient.loss_after(TINY, fn)))(rates, *arguments)
-        for fn in (streamed, plain)
+        jax.jit(fedavg_round.gradient_round(TINY, average, rates))(*arguments)
+        for average in averages.values()
     )
     chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-6)
     assert min(abs(value) for value in expected[1].values()) > 1e-3
@@ -110,36 +105,27 @@ def test_the_gradient_of_a_round_equals_plain_jax():
 @pytest.mark.slow
 def test_the_memory_of_the_gradient_does_not_grow_with_clients(capsys, tmp_path):
     path = tmp_path / "rows.json"
-    arguments = ["--model=tiny", "--devices=2", "--unroll=1", f"--json={path}"]
-    assert gradient.main([*arguments, "--clients=8,4096", "--repetitions=2"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 2
-    small, large = json.loads(path.read_text())["rows"]
+    arguments = ["--model=tiny", "--devices=2", "--baselines=gradient", f"--json={path}"]
+    arguments += ["--clients=8,4096", "--chunk_size=auto", "--repetitions=2"]
+    assert fedavg_round.main(arguments) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 4
+    small_round, small, large_round, large = json.loads(path.read_text())["rows"]
     assert (small["clients"], large["clients"], small["devices"]) == (8, 4096, 2)
-    assert large["gradient_temporary_bytes"] <= 1.05 * small["gradient_temporary_bytes"]
-    for row in (small, large):
-        assert row["ratio"] == timing.paired_ratio(row["gradient_seconds"], row["round_seconds"])
+    assert small["implementation"] == large["implementation"] == "gradient"
+    assert large["temporary_bytes"] <= 1.05 * small["temporary_bytes"]
+    for row, plain in ((small, small_round), (large, large_round)):
+        assert row["fedpax_ratio"] == timing.paired_ratio(plain["seconds"], row["seconds"])
 
 
 @pytest.mark.slow
 def test_a_wrong_gradient_raises(monkeypatch):
-    right = gradient.make_round
-
-    def wrong(*arguments):
+    def wrong(local_train, clients, chunk_size, rate=1.0):
         """Change the server's learning rate such that the gradient changes, but not the round."""
-        fn = right(*arguments)
-        return lambda rates, *data: fn(rates | {"server": 2 * rates["server"] - 1}, *data)
+        return fedpax_round(local_train, clients, chunk_size, 2 * rate - 1)
 
-    monkeypatch.setattr(gradient, "make_round", wrong)
-    with pytest.raises(AssertionError, match="fedpax differs from plain JAX"):
-        Gradient(model="tiny", repetitions=1).measure_on(1, 4)
-
-
-@pytest.mark.slow
-def test_measurements_are_printed_without_a_file(capsys):
-    assert gradient.main(["--model=tiny", "--devices=1", "--clients=2", "--repetitions=0"]) == 0
-    *_, last = capsys.readouterr().out.splitlines()
-    content = json.loads(last)
-    assert content["settings"]["model"] == "tiny" and content["rows"][0]["clients"] == 2
+    monkeypatch.setattr(fedavg_round, "fedpax_round", wrong)
+    with pytest.raises(AssertionError, match="gradient differs from plain JAX"):
+        measure(1, 4, baselines=["gradient"], repetitions=1)
 
 
 def test_calls_are_timed_in_turn_after_a_warmup():

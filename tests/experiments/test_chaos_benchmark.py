@@ -14,12 +14,11 @@ pytest.importorskip("grpc")
 
 from fedpax import Cohort
 from fedpax.commands.flag_table import FLAGS
-from fedpax.experiments.benchmarks import late_updates, site_step, site_transport
+from fedpax.experiments.benchmarks import site_step, site_transport
 from fedpax.experiments.benchmarks.chaos import (
     Chaos,
     PacedStream,
     PacedText,
-    compare,
     draw_outcomes,
     restarted_data_parallelism,
 )
@@ -64,12 +63,12 @@ def outcome(seed: int, rate: float, failing: bool) -> Outcome:
     kills = [f for f in failures if f.kind in ("kill", "kill syncer")]
     restarts = [Restart(f.island, f.time, float(rng.uniform(2, 9))) for f in kills]
     merges = [(float(t), rate) for t in np.sort(rng.uniform(0, 100, 50))]
-    return Outcome(100.0, merges, 0, {0: 1, 2: 2}, {0: 7}, restarts, [0] * 5, failures)
+    return Outcome(100.0, merges, 0, {0: 1, 2: 2}, {0: 7}, restarts, [0] * 5, failures, 0.1)
 
 
 def test_a_run_with_failures_is_compared_with_an_undisturbed_one(tmp_path: Path) -> None:
     quiet, chaotic = outcome(1, 16.0, failing=False), outcome(2, 12.0, failing=True)
-    row = compare(Chaos(round_seconds=1.5, mean_seconds=6.0), (quiet, chaotic), (2.5, 2.6))
+    row = Chaos(round_seconds=1.5, mean_seconds=6.0).compare((quiet, chaotic), (2.5, 2.6))
     assert row.useful == pytest.approx(0.75)
     restarts = [r.seconds for r in chaotic.restarts if r.process != SYNCER]
     assert row.restart_seconds == pytest.approx(np.median(restarts))
@@ -77,7 +76,7 @@ def test_a_run_with_failures_is_compared_with_an_undisturbed_one(tmp_path: Path)
         chaotic.failures, 100.0, row.restart_seconds, 3.0
     )
     assert sum(row.failures.values()) == len(chaotic.failures)
-    assert (row.quiet_loss, row.loss, row.lost_updates) == (2.5, 2.6, 3)
+    assert (row.quiet_loss, row.loss, row.lost_updates, row.late) == (2.5, 2.6, 3, 0.1)
     draw_outcomes(quiet, chaotic).savefig(tmp_path / "chaos.png")
     assert (tmp_path / "chaos.png").read_bytes().startswith(b"\x89PNG")
 
@@ -147,16 +146,6 @@ def test_steps_beside_the_syncer_are_measured(tmp_path: Path) -> None:
     assert 0 < min(result.alone_milliseconds) and 0 < result.ratio < 100 and out.exists()
     # The island sends an update per phase, and receives the fragment after each merge.
     assert 0.5 <= result.merges_per_phase <= 1.5 and result.megabytes_per_phase > 0.1
-
-
-@pytest.mark.slow
-def test_late_updates_on_a_virtual_clock_are_the_same_each_time(tmp_path: Path) -> None:
-    out = tmp_path / "late.json"
-    arguments = ["--rounds=4", "--outer=0.6:0.7", "--mean_seconds=1.5", f"--out={out}"]
-    quiet, failing = late_updates.main.run(arguments)
-    assert out.exists() and quiet.failures == 0 < failing.failures
-    assert 2.0 < quiet.loss < 6.0 and 2.0 < failing.loss < 6.0
-    assert late_updates.main.run(arguments) == [quiet, failing]
 
 
 @pytest.mark.slow

@@ -140,23 +140,13 @@ class FederatedSource(tfds.core.ShardBasedBuilder):
 
 
 class FederatedEmnist(FederatedSource):
-    """Handwritten characters by writer: the configurations `all` and `digits`.
+    """Handwritten characters by writer: `all`, 62 classes of 3,400 writers, and `digits`, of 3,383.
 
-    Fields: `image` uint8 [28, 28, 1], upright; `label`; `client`, the writer. The background is 255
-    and ink is 0 (1.0 and 0.0 in the archive). MNIST and TFDS's `emnist` have the opposite: compare
-    with `255 - image`. The archive's floats are bytes divided by 255 (LEAF's data_to_json.py), so
-    the conversion to uint8 is exact.
-
-    | configuration | classes                           | writers | train   | test   |
-    |---------------|-----------------------------------|---------|---------|--------|
-    | `all`         | 62 (digits, upper and lower case) | 3,400   | 671,585 | 77,483 |
-    | `digits`      | 10                                | 3,383   | 341,873 | 40,832 |
-
-    Every writer is in both splits.
+    Fields: `image` uint8 [28, 28, 1], upright; `label`; `client`, the writer, in both splits.
+    The background is 255 and ink is 0: MNIST and TFDS's `emnist` have the opposite.
 
     Reference:
-        Cohen et al. EMNIST: an extension of MNIST to handwritten letters. arXiv:1702.05373.
-        Caldas et al. LEAF: A Benchmark for Federated Settings. arXiv:1812.01097.
+        Cohen et al., arXiv:1702.05373. Caldas et al., LEAF, arXiv:1812.01097.
     """
 
     BUILDER_CONFIGS = [  # noqa: RUF012, the name and type are TFDS's
@@ -205,12 +195,10 @@ class FederatedEmnist(FederatedSource):
 class FederatedShakespeare(FederatedSource):
     """Shakespeare's plays by role: 715 roles, 16,068 snippets in `train` and 2,356 in `test`.
 
-    Fields: `text`, consecutive lines of a role; `client`, the play and the role, such as
-    `THE_TRAGEDY_OF_KING_LEAR_MACBETH`. Every role is in both splits.
+    Fields: `text`, consecutive lines of a role; `client`, the play and the role, in both splits.
 
     Reference:
-        McMahan et al. Communication-Efficient Learning of Deep Networks from Decentralized Data.
-        arXiv:1602.05629, section 3. Caldas et al. LEAF. arXiv:1812.01097.
+        McMahan et al., arXiv:1602.05629, section 3. Caldas et al., LEAF, arXiv:1812.01097.
     """
 
     ARCHIVE = Archive(
@@ -234,22 +222,12 @@ class FederatedShakespeare(FederatedSource):
 class FederatedStackoverflow(FederatedSource):
     """Questions and answers of Stack Overflow by user, one sentence per example.
 
-    Fields: `text`, the sentence's tokens, in lower case and separated by spaces; `title` and `tags`
-    (separated by `|`) of the question; `score`; `creation_date`, such as
-    `2018-02-28 19:06:18.34 UTC`; `type`, `question` or `answer`; `client`, the user.
-
-    | split     | users   | examples    | contents                                      |
-    |-----------|---------|-------------|-----------------------------------------------|
-    | `train`   | 342,477 | 135,818,730 | from before 2018                              |
-    | `heldout` | 38,758  | 16,491,230  | users who are in neither of the other splits  |
-    | `test`    | 204,088 | 16,586,035  | from 2018 on, by users who are not in heldout |
-
-    `NaturalPopulation` takes the clients from `Source.client_starts`; `partition_natural` reads the
-    whole split.
+    Fields: `text`, tokens in lower case; `title` and `tags` (separated by `|`) of the question;
+    `score`; `creation_date`; `type`, `question` or `answer`; `client`, the user. `train` has
+    342,477 users before 2018, `test` later users, and `heldout` other users.
 
     Reference:
-        Reddi et al. Adaptive Federated Optimization. arXiv:2003.00295. The texts are Stack
-        Overflow's, licensed CC BY-SA 3.0.
+        Reddi et al., arXiv:2003.00295. The texts are Stack Overflow's, licensed CC BY-SA 3.0.
     """
 
     ARCHIVE = Archive(f"{FOLDER}/stackoverflow.sqlite.lzma")
@@ -288,13 +266,11 @@ class FederatedStackoverflow(FederatedSource):
 class FederatedCifar100(FederatedSource):
     """CIFAR-100 partitioned among clients by Pachinko allocation over its two levels of classes.
 
-    Fields: `image` uint8 [32, 32, 3]; `label`, of 100 classes; `coarse_label`, of 20; `client`, a
-    number as text. `train` has 500 clients of 100 examples each, `test` has 100 of 100. Clients of
-    different splits are unrelated, even where they have the same number.
+    Fields: `image` uint8 [32, 32, 3]; `label`, of 100 classes; `coarse_label`, of 20; `client`. The
+    clients of `train` (500) and of `test` (100) have 100 examples, and are unrelated.
 
     Reference:
-        Krizhevsky. Learning Multiple Layers of Features from Tiny Images. 2009. Reddi et al.
-        Adaptive Federated Optimization. arXiv:2003.00295 (the allocation).
+        Krizhevsky, 2009. Reddi et al., arXiv:2003.00295 (the allocation).
     """
 
     ARCHIVE = Archive(

@@ -113,8 +113,8 @@ class ClientDrift(Benchmark):
                 for row in rows
                 if row.local_steps == steps
             ]
-            parts += [f"\n{steps} local steps:\n"] if len(self.local_steps) > 1 else []
-            parts.append(harness.pivot(cells, "round", "method", "{distance:.1e}", "round"))
+            table = harness.pivot(cells, "round", "method", "{distance:.1e}", "round")
+            parts.append(f"\n{steps} local steps:\n\n{table}")
         return "\n".join(parts)
 
     def draw(self, rows: list[Row]) -> Figure:

@@ -10,17 +10,13 @@ extra `bench` and is left out if it is not installed.
 server's and the clients' learning rates. The local training is rematerialized, so no residuals are
 stored for each client. The gradient must equal that of the `jax.vmap` round.
 
-`--plot` draws time and memory over the number of clients, with the rows of `--files`: its
-temporaries slow down the calls after DrJAX, so time it in its own file. Memory comes from any
-row of an implementation and a number of clients, time from the last row that has it.
+`--plot` draws time and memory over the number of clients.
 """
 
 import dataclasses
 import functools
-import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import chex
@@ -179,7 +175,6 @@ class FedAvgRound(Sizes, Timed):
     )
     local_steps: int = option(LOCAL_STEPS, "steps of a client")
     batch_size: int = option(BATCH_SIZE, "examples in a step")
-    files: list[Path] = option((), "JSON files with more rows for --plot", Path, nargs="+")
     columns = (
         "devices {devices} | clients {clients:9,} | round {implementation:16} "
         "| compile s {compile_seconds:.1f} | temporaries {temporary_bytes:14,} "
@@ -230,8 +225,6 @@ class FedAvgRound(Sizes, Timed):
         ]
 
     def draw(self, rows: list[Row]) -> Figure:
-        contents = [json.loads(file.read_bytes())["rows"] for file in self.files]
-        rows = [Row(**row) for content in contents for row in content] + rows
         kinds = {(row.model, row.devices) for row in rows}
         if len(kinds) != 1:
             raise ValueError(f"rows of {len(kinds)} pairs of a model and a number of devices")

@@ -9,8 +9,7 @@ updates weighted by numbers of examples) and must give the same result. Then int
 timed, each library in a process that waits for a request before every round. If the machine has a
 GPU, fedpax and pfl use it, and the data are on it; Flower uses the CPU.
 
-`--method=scaffold` is option II, in pfl with one worker. `--method=private` is FedAvg with the
-central Gaussian mechanism, with so little noise that the results can be compared.
+`--method=scaffold` is option II, in pfl with one worker.
 """
 
 import contextlib
@@ -27,7 +26,6 @@ import optax
 from jax.sharding import Mesh
 
 import fedpax
-from fedpax.aggregators import private_mean
 from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.fedavg_round import check_equal, fedpax_round
 from fedpax.experiments.benchmarks.harness import Row, command, option
@@ -46,10 +44,8 @@ METHODS = {  # and the libraries that have them
     "fedavg": ("pfl", "flower"),
     "fedprox": ("pfl", "flower"),
     "scaffold": ("pfl",),
-    "private": ("pfl",),
 }
 MU = 0.1  # FedProx's
-MAX_NORM, NOISE = 0.1, 1e-6  # of the Gaussian mechanism
 
 
 def _python(library: str) -> Any:
@@ -92,8 +88,7 @@ class OtherFrameworks(Sizes):
             folder = stack.enter_context(timing.new_folder())
             params, batches, ones = workload.random_arguments(clients, mesh)
             num_examples = jnp.full_like(ones, LOCAL_STEPS * BATCH_SIZE)
-            saved: dict[str, Any] = {**by_name(params), **batches, "rate": LEARNING_RATE}
-            saved |= {"mu": MU, "max_norm": MAX_NORM, "noise": NOISE}
+            saved: dict[str, Any] = {**by_name(params), **batches, "rate": LEARNING_RATE, "mu": MU}
             np.savez(folder / "arguments.npz", **saved)
             problem = self.method, workload, params, batches, num_examples
             calls: dict[str, Callable[[], Any]] = {"fedpax": make_call(*problem)}
@@ -136,16 +131,14 @@ def make_call(
     if name == "fedavg":
         fedavg = fedpax_round(workload.local_train, clients, "auto")
         return timing.compile_for(fedavg, params, batches, num_examples).call
-    private = {"aggregator": private_mean(max_norm=MAX_NORM, noise_multiplier=NOISE, seed=0)}
     algorithm = method(
-        "fedavg" if name == "private" else name,
+        name,
         workload.loss_fn,
         cohort_size=clients,
         num_clients=clients,
         client_optimizer=optax.sgd(LEARNING_RATE),
         mu=MU,
         chunk_size=1,
-        **private if name == "private" else {},
     )
     cohort = fedpax.Cohort(batches, num_examples, client_ids=jnp.arange(clients))
     state = algorithm.init(params)

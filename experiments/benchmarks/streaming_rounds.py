@@ -16,12 +16,14 @@ import jax
 
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
-from fedpax.experiments.benchmarks.workloads import changed, start_run
+from fedpax.experiments.benchmarks.workloads import changed
 from fedpax.experiments.diloco_text import OuterConfig, diloco_text
 from fedpax.experiments.streaming_diloco_text import StreamingConfig, streaming_diloco_text
 from fedpax.experiments.text_experiment import TextExperiment
 from fedpax.models import presets
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.compiled_round import compile_round, init_state, with_shardings
+from fedpax.training.prefetch import put_on_mesh
 
 ISLANDS = 2
 
@@ -64,14 +66,19 @@ class StreamingRounds(Timed):
             calls, memory, outer = {}, {}, 0
             for name, experiment in zip(("diloco", "streaming"), pair, strict=True):
                 run = experiment.build()
+                sharding = run.resolved_shardings.cohort
                 with jax.set_mesh(run.mesh):
-                    started = start_run(run, starts=self.repetitions > 0)
-                calls[name], used, state = started.call, started.memory, started.compiled.state
+                    compiled = compile_round(run, with_shardings(run.cohort_shapes, sharding))
+                    if self.repetitions:
+                        state = init_state(run, compiled, seed=0)
+                        cohort = put_on_mesh(next(run.cohorts), sharding)
+                        calls[name] = timing.repeated(compiled.round, state, cohort)
+                used, kinds = compiled.round.memory_analysis(), compiled.state
                 kept = used.output_size_in_bytes - used.alias_size_in_bytes
                 memory[name] = used.argument_size_in_bytes + kept + used.temp_size_in_bytes
-                leaves = jax.tree.leaves((state.params, state.outer_optimizer_state))
+                leaves = jax.tree.leaves((kinds.params, kinds.outer_optimizer_state))
                 outer = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-            seconds = self.time(calls)
+            seconds = {name: list[float]() for name in memory} | self.time(calls)
             yield Row(
                 sent=sent,
                 ratio=timing.paired_ratio(seconds["streaming"], seconds["diloco"]),

@@ -4,8 +4,7 @@
     python torch_rounds.py flower arguments.npz result.npz fedavg 2
 
 runs one round for each line of standard input, each from the parameters of the previous round. The
-fourth argument is `fedavg`, `fedprox`, `scaffold` or `private`, FedAvg with the Gaussian mechanism.
-The fifth is the number of Flower's workers.
+fourth argument is `fedavg`, `fedprox` or `scaffold`. The fifth is the number of Flower's workers.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -97,8 +96,7 @@ class Problem:
     def __init__(self, path: str) -> None:
         self.params = dict(np.load(path))
         images, labels = self.params.pop("image"), self.params.pop("label")
-        scalars = [float(self.params.pop(name)) for name in ("rate", "mu", "max_norm", "noise")]
-        self.rate, self.mu, self.max_norm, self.noise = scalars
+        self.rate, self.mu = (float(self.params.pop(name)) for name in ("rate", "mu"))
         self.batch_size = labels.shape[2]
         images = images.reshape(len(images), -1, *images.shape[3:])
         if images.ndim == 5:
@@ -124,8 +122,6 @@ def run_pfl(problem: Problem, result: str, method: str) -> None:
     from pfl.data.user_state import InMemoryUserStateStorage
     from pfl.hyperparam import NNTrainHyperParams
     from pfl.model.pytorch import PyTorchModel
-    from pfl.privacy.gaussian_mechanism import GaussianMechanism
-    from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
 
     device = pytorch_ops.get_default_device()  # also the model's
     images, labels = (torch.tensor(x, device=device) for x in (problem.images, problem.labels))
@@ -135,17 +131,13 @@ def run_pfl(problem: Problem, result: str, method: str) -> None:
         local_optimizer_create=torch.optim.SGD,
         central_optimizer=torch.optim.SGD(network.parameters(), 1.0),
     )
-    postprocessor = WeightByDatapoints()
-    if method == "private":  # all clients weigh the same
-        mechanism = GaussianMechanism(problem.max_norm, problem.noise)
-        postprocessor = CentrallyAppliedPrivacyMechanism(mechanism)
     backend = SimulatedBackend(
         training_data=FederatedDataset(
             lambda user: PyTorchTensorDataset((images[user], labels[user]), user_id=str(user)),
             get_user_sampler("minimize_reuse", list(range(len(images)))),
         ),
         val_data=None,
-        postprocessors=[postprocessor],
+        postprocessors=[WeightByDatapoints()],
     )
     scaffold_settings = {
         "population": len(images),
@@ -154,7 +146,6 @@ def run_pfl(problem: Problem, result: str, method: str) -> None:
     }
     methods: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "fedavg": (FederatedAveraging, NNAlgorithmParams, {}),
-        "private": (FederatedAveraging, NNAlgorithmParams, {}),
         "fedprox": (FedProx, FedProxParams, {"mu": problem.mu}),
         "scaffold": (SCAFFOLD, SCAFFOLDParams, scaffold_settings),
     }

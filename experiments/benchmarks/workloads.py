@@ -25,9 +25,6 @@ from fedpax.experiments.benchmarks.harness import Benchmark, Row, integers, opti
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
-from fedpax.training.compiled_round import CompiledRound, compile_round, init_state, with_shardings
-from fedpax.training.experiment import Run
-from fedpax.training.prefetch import put_on_mesh
 
 LOCAL_STEPS, BATCH_SIZE, LEARNING_RATE = 5, 20, 0.1
 
@@ -111,27 +108,6 @@ def method(function: str, loss_fn: LossFn, **settings: Any) -> FederatedAlgorith
     make: Callable[..., FederatedAlgorithm] = getattr(algorithms, function)
     accepted = inspect.signature(make).parameters
     return make(loss_fn, **{k: value for k, value in settings.items() if k in accepted})
-
-
-class StartedRun(NamedTuple):
-    """A compiled round of an experiment, and a function that runs one more."""
-
-    compiled: CompiledRound
-    memory: Any  # of the compiled program
-    call: Callable[[], Any]
-
-
-def start_run(run: Run, *thresholds: Any, starts: bool = True, **settings: Any) -> StartedRun:
-    """Compile the round of a run, in its mesh, and make its first state and cohort."""
-    shapes = with_shardings(run.cohort_shapes, run.resolved_shardings.cohort)
-    compiled = compile_round(run, shapes, **settings)
-    memory = compiled.round.memory_analysis()
-    if not starts:
-        return StartedRun(compiled, memory, lambda: None)
-    cohort = put_on_mesh(next(run.cohorts), run.resolved_shardings.cohort)
-    state = init_state(run, compiled, seed=0)
-    call = timing.repeated(compiled.round, state, *thresholds, cohort)
-    return StartedRun(compiled, memory, call)
 
 
 class FedAvgCNN(nnx.Module):

@@ -16,7 +16,7 @@ def test_a_warm_cache_makes_the_first_round_earlier(
     path = tmp_path / "rows.json"
     assert first_round.main(["--repetitions=1", f"--json={path}"]) == 0
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-    assert list(rows) == ["import fedpax", "fedpax list", "first round, cache warm"]
+    assert list(rows) == [*first_round.COMMANDS, first_round.COLD, first_round.WARM]
     assert rows["first round, cache warm"]["ratio"] < 1 and rows["fedpax list"]["ratio"] < 1
     *table, empty, bar = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + len(rows) and empty == "" and bar.endswith("met.")

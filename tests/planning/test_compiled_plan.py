@@ -10,7 +10,6 @@ from communicating_programs import STEPS, compile_text, shard_bytes, training_ro
 from jax.sharding import AxisType, Mesh
 
 from fedpax.chips import CHIPS
-from fedpax.experiments.benchmarks.bandwidth import bits_per_parameter
 from fedpax.parallel.mesh import make_mesh
 from fedpax.planning.compiled_plan import (
     CompiledPlan,
@@ -229,11 +228,13 @@ def test_the_json_report_has_the_values_of_the_plan(recorded: tuple[CompiledPlan
     assert content["computation"]["items_per_step"] == mesh.shape["islands"] * ROWS
 
 
-def test_the_bandwidth_benchmark_reads_the_bits_between_two_slices(
+def test_the_report_has_the_bits_of_a_parameter_between_two_slices(
     recorded: tuple[CompiledPlan, Mesh],
 ):
     plan, _ = recorded
-    bits = bits_per_parameter("DiLoCo", json.loads(json.dumps(to_json(plan))))
+    report = json.loads(json.dumps(to_json(plan)))
+    sent = report["between_slices"]["overlap"]["bytes_out_of_slice_per_round"]
+    bits = 8 * sent / report["computation"]["num_parameters"]
     assert bits == pytest.approx(32, rel=0.01)  # float32, one exchange in a round
 
 

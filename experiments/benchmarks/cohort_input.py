@@ -106,6 +106,9 @@ class TimedStream:
         self._stream = stream
         self.get_state, self.set_state = stream.get_state, stream.set_state
         self.cpu_seconds: list[float] = []
+        if isinstance(stream, PackedStream):  # the devices scale its images
+            self.unpack = stream.unpack
+            self.next_packed = lambda: self._timed(stream.next_packed)
 
     def __next__(self) -> fedpax.Cohort:
         return self._timed(self._stream.__next__)
@@ -117,18 +120,6 @@ class TimedStream:
         return cohort
 
 
-class TimedPackedStream(TimedStream):
-    """A timed stream whose images the devices scale."""
-
-    def __init__(self, stream: Any) -> None:
-        super().__init__(stream)
-        self.unpack = stream.unpack
-
-    def next_packed(self) -> fedpax.Cohort:
-        """Return the next cohort as it is sent."""
-        return self._timed(self._stream.next_packed)
-
-
 def waiting(stream: Any, computing: float, rounds: int, clock: str = "wall") -> float:
     """Return the fraction of time in which a loop waits for the next cohort.
 
@@ -137,9 +128,7 @@ def waiting(stream: Any, computing: float, rounds: int, clock: str = "wall") -> 
     """
     mesh = jax.make_mesh((1,), ("clients",), devices=jax.devices()[:1])
     device = NamedSharding(mesh, PartitionSpec())
-    is_packed = isinstance(stream, PackedStream)
-    timed = TimedPackedStream(stream) if is_packed else TimedStream(stream)
-    waited = []
+    timed, waited = TimedStream(stream), []
     with Prefetch(timed, device, rounds + MEMORIES) as cohorts:
         for _ in range(MEMORIES):
             cohorts.next()

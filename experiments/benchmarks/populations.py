@@ -8,6 +8,7 @@ clients, or 10 times as much for 10 million; another step that visits every clie
 a client; a cohort of 1,000 drawn by weight has 10 ms.
 """
 
+import itertools
 import math
 import time
 import tracemalloc
@@ -26,55 +27,37 @@ COHORT_SECONDS = 0.01
 Step = Callable[[], Any]
 
 
-def populations(clients: int) -> dict[str, Step]:
-    """Return the steps that make a population."""
-    labels = np.random.default_rng(0).integers(0, 10, 2 * clients)
-    pool = {"label": labels[:60_000]}
-    synthetic = data.DirichletClients(
-        pool["label"], clients, alpha=0.5, median_examples=30, sigma=1.0
-    )
-    sampler = data.ClientSampler(clients, min(COHORT, clients))
+def cases(clients: int) -> Iterator[tuple[dict[str, Step], float, float]]:
+    """Yield steps of each kind, with the most seconds and the most bytes of a step."""
+    random, size = np.random.default_rng(0), min(COHORT, clients)
+    labels = random.integers(0, 10, 2 * clients)
+    examples, pool = {"label": labels.astype(np.uint8)}, {"label": labels[:60_000]}
+    skewed = data.DirichletClients(pool["label"], clients, alpha=0.5, median_examples=30, sigma=1.0)
     dirichlet = partial(data.partition_dirichlet, labels, clients, alpha=0.5)
-    return {
+    by_quantity = partial(data.partition_by_quantity, 2 * clients, clients, alpha=1.0)
+    sampler = data.ClientSampler(clients, size)
+    make_rounds = partial(data.cohort_rounds, batch_size=10, preprocess=dict)
+    makes: dict[str, Step] = {
         "partition_iid": lambda: data.partition_iid(2 * clients, clients),
         "partition_dirichlet": dirichlet,
         "partition_dirichlet(equal_sizes=True)": partial(dirichlet, equal_sizes=True),
-        "partition_by_quantity": partial(
-            data.partition_by_quantity, 2 * clients, clients, alpha=1.0
-        ),
+        "partition_by_quantity": by_quantity,
         "partition_by_shards": lambda: data.partition_by_shards(labels, clients),
-        "cohort_rounds(DirichletClients)": partial(
-            data.cohort_rounds, pool, synthetic, sampler, batch_size=10, preprocess=dict
-        ),
+        "cohort_rounds(DirichletClients)": lambda: make_rounds(pool, skewed, sampler),
     }
-
-
-def steps(clients: int) -> dict[str, Step]:
-    """Return other steps that visit every client."""
-    rng = np.random.default_rng(0)
-    weights, sizes = rng.exponential(size=clients), rng.integers(1, 50, clients - clients % 8)
-    examples = {"label": np.zeros(2 * clients, np.uint8)}
+    yield makes, clients * POPULATION_SECONDS, clients * POPULATION_BYTES
+    weights, sizes = random.exponential(size=clients), random.integers(1, 50, clients // 8 * 8)
     population = data.partition_iid(2 * clients, clients)
-    sampler = data.ClientSampler(clients, min(COHORT, clients))
-    return {
-        "cohort_rounds(partition)": partial(
-            data.cohort_rounds, examples, population, sampler, batch_size=10, preprocess=dict
-        ),
+    visits: dict[str, Step] = {
+        "cohort_rounds(partition)": lambda: make_rounds(examples, population, sampler),
         "partition_statistics": lambda: data.partition_statistics(population),
         "balanced_order(num_devices=1)": lambda: data.balanced_order(sizes),
         "balanced_order(num_devices=8)": lambda: data.balanced_order(sizes, 8),
-        "ClientSampler(weights)": lambda: data.ClientSampler(
-            clients, sampler.cohort_size, 0, weights
-        ),
+        "ClientSampler(weights)": lambda: data.ClientSampler(clients, size, 0, weights),
     }
-
-
-def weighted_cohort(clients: int) -> dict[str, Step]:
-    """Return a step that draws a cohort by weight, another one in each call."""
-    weights = np.random.default_rng(0).exponential(size=clients)
-    sampler = data.ClientSampler(clients, min(COHORT, clients), weights=weights)
-    rounds = iter(range(10**6))
-    return {"sample(), by weight": lambda: sampler.sample(next(rounds))}
+    yield visits, clients * STEP_SECONDS, math.inf
+    by_weight, rounds = data.ClientSampler(clients, size, weights=weights), itertools.count()
+    yield {"sample(), by weight": lambda: by_weight.sample(next(rounds))}, COHORT_SECONDS, math.inf
 
 
 def cpu_seconds(step: Step) -> float:
@@ -104,13 +87,8 @@ class Populations(Benchmark):
 
     def measure(self) -> Iterator[Row]:
         for clients in self.clients:
-            kinds = [
-                (populations(clients), clients * POPULATION_SECONDS, clients * POPULATION_BYTES),
-                (steps(clients), clients * STEP_SECONDS, math.inf),
-                (weighted_cohort(clients), COHORT_SECONDS, math.inf),
-            ]
-            for cases, most_seconds, most_bytes in kinds:
-                for name, step in cases.items():
+            for steps, most_seconds, most_bytes in cases(clients):
+                for name, step in steps.items():
                     seconds, size = cpu_seconds(step), peak_bytes(step)
                     yield Row(
                         clients=clients,

@@ -65,14 +65,8 @@ class Saving(Benchmark):
                     blocked = time.perf_counter() - started
                     checkpoints.wait()
                     if number or self.clients:
-                        yield Row(
-                            what=f"save {number}",
-                            megabytes=_size(folder / "checkpoints" / str(number)) / 1e6,
-                            blocked=blocked,
-                            complete=time.perf_counter() - started,
-                            cpu=time.process_time() - cpu,
-                            memory=_most_megabytes(),
-                        )
+                        size = _size(folder / "checkpoints" / str(number)) / 1e6
+                        yield _row(f"save {number}", size, blocked, started, cpu)
             if self.clients:
                 like = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
@@ -122,8 +116,11 @@ def _size(checkpoint: Path) -> int:
     return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
 
 
-def _most_megabytes() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # Linux counts KiB
+def _row(what: str, megabytes: float | None, blocked: float, started: float, cpu: float) -> Row:
+    """Make the row of a job that began at these seconds of the clock and of the CPU."""
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # Linux counts KiB
+    times = {"complete": time.perf_counter() - started, "cpu": time.process_time() - cpu}
+    return Row(what=what, megabytes=megabytes, blocked=blocked, memory=memory, **times)
 
 
 def _fingerprints(state: State) -> np.ndarray:
@@ -137,16 +134,9 @@ def _restore(folder: Path, like: State, prints: np.ndarray) -> Row:
     started, cpu = time.perf_counter(), time.process_time()
     with Checkpoints(folder, keep=1) as checkpoints:
         restored = jax.block_until_ready(checkpoints.restore_state(like))
-    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    row = _row("restore", None, time.perf_counter() - started, started, cpu)
     assert (_fingerprints(restored) == prints).all()
-    return Row(
-        what="restore",
-        megabytes=None,
-        blocked=seconds,
-        complete=seconds,
-        cpu=cpu,
-        memory=_most_megabytes(),
-    )
+    return row
 
 
 main = command(Saving)

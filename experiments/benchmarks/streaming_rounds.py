@@ -73,10 +73,12 @@ class StreamingRounds(Timed):
                         state = init_state(run, compiled, seed=0)
                         cohort = put_on_mesh(next(run.cohorts), sharding)
                         calls[name] = timing.repeated(compiled.round, state, cohort)
-                used, kinds = compiled.round.memory_analysis(), compiled.state
+                used: Any = compiled.round.memory_analysis()
                 kept = used.output_size_in_bytes - used.alias_size_in_bytes
                 memory[name] = used.argument_size_in_bytes + kept + used.temp_size_in_bytes
-                leaves = jax.tree.leaves((kinds.params, kinds.outer_optimizer_state))
+                leaves = jax.tree.leaves(
+                    (compiled.state.params, compiled.state.outer_optimizer_state)
+                )
                 outer = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
             seconds = {name: list[float]() for name in memory} | self.time(calls)
             yield Row(

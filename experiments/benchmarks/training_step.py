@@ -205,17 +205,10 @@ class TrainingStep(Timed):
                 if self.matmul:
                     calls["matmuls"] = matmuls(self.matmul)
                 seconds = self.time(calls)
-        flops = (
-            self.steps
-            * self.batch_size
-            * self.seq_len
-            * config.flops_per_token(self.seq_len, causal=True)
-        )
-        rate, ceiling = None, None
-        if seconds["island"]:
-            rate = flops / statistics.median(seconds["island"])
-        if seconds.get("matmuls"):
-            ceiling = MATMULS * 2 * self.matmul**3 / statistics.median(seconds["matmuls"])
+        tokens, chain = self.steps * self.batch_size * self.seq_len, seconds.get("matmuls")
+        flops = tokens * config.flops_per_token(self.seq_len, causal=True)
+        rate = flops / statistics.median(seconds["island"]) if seconds["island"] else None
+        ceiling = MATMULS * 2 * self.matmul**3 / statistics.median(chain) if chain else None
         return Row(
             model=self.model,
             device=devices[0].device_kind,

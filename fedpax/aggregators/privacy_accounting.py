@@ -318,8 +318,7 @@ def _import_dp_accounting() -> Any:
 
 # ---- epsilon after some rounds of discrete Gaussian noise, inside a program and outside
 
-# Around the order that is best if it is large.
-_FACTORS = [2 ** (k / 20) for k in range(-60, 61)]
+_FACTORS = [2 ** (k / 20) for k in range(-60, 61)]  # around the best order, if it is large
 
 
 # The cache of `jax.jit` depends on a user context.
@@ -376,14 +375,16 @@ class PrivacyAccountant(NamedTuple):
             num_rounds: an int, or an int32 scalar inside a program.
 
         Returns:
-            A float, or a float32 scalar inside a program.
+            A float, or a float32 scalar inside a program; infinity if the noise is below 1e-15.
         """
+        if self.noise_multiplier < 1e-15:  # as good as none, and beyond float32
+            return jnp.full((), math.inf) if isinstance(num_rounds, jax.Array) else math.inf
         rho = (num_rounds + self.releases_before) * (0.5 / self.noise_multiplier**2)
-        # Each order a gives a bound: rho a + log(1 - 1 / a) - log(delta a) / (a - 1).
+        # Each order a gives a bound: rho a + log(1 - 1 / a) - log(delta a) / (a - 1). Its
+        # logarithms are of a - 1, because a is 1 in float32 where the noise is small.
         beyond = jnp.sqrt(-math.log(self.delta) / rho) * jnp.array(_FACTORS)  # a - 1
-        order = 1 + beyond
-        conversion = jnp.log1p(-1 / order) - (math.log(self.delta) + jnp.log(order)) / beyond
-        epsilon = jnp.maximum(jnp.min(rho * order + conversion), 0)
+        conversion = -jnp.log1p(1 / beyond) - (math.log(self.delta) + jnp.log1p(beyond)) / beyond
+        epsilon = jnp.maximum(jnp.min(rho * (1 + beyond) + conversion), 0)
         return epsilon if isinstance(num_rounds, jax.Array) else float(epsilon)
 
 

@@ -204,7 +204,10 @@ def _check_request(path: Path) -> tuple[str, ec.EllipticCurvePublicKey]:
             "--request --name=NAME --out=DIR`, and sign the file request.pem."
         )
 
-    content = read_file(path, _MAX_BYTES)
+    try:
+        content = read_file(path, _MAX_BYTES)
+    except OSError as error:
+        raise refuse(f"it cannot be read ({error.strerror or error})") from None
     try:
         request = x509.load_pem_x509_csr(content)
         names = [attribute for part in request.subject.rdns for attribute in part]

@@ -7,9 +7,12 @@ import sys
 import time
 from types import ModuleType
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from fedpax.aggregators import noise_multiplier_for, privacy_spent
+from fedpax.aggregators import PrivacyAccountant, noise_multiplier_for, privacy_spent
 
 FIXED = {"cohort_size": 5, "num_clients": 1000}
 
@@ -258,3 +261,20 @@ def test_arguments_are_checked_without_the_library(monkeypatch, sampling, words)
         privacy_spent(noise_multiplier=1.0, num_rounds=1, delta=1e-6, **sampling)
     with pytest.raises(ValueError, match=words):
         noise_multiplier_for(epsilon=1.0, num_rounds=1, delta=1e-6, **sampling)
+
+
+@pytest.mark.parametrize("noise", [1e-12, 1e-8, 1e-5, 1e-3, 1.0, 100.0, 1e4])
+def test_the_accountant_is_exact_for_any_noise(noise):
+    accountant, rounds = PrivacyAccountant(noise, delta=1e-6), 3
+    rho, log_delta = rounds * 0.5 / noise**2, np.log(1e-6)
+    beyond = np.sqrt(-log_delta / rho) * np.logspace(-1, 1, 2001)  # a - 1
+    bounds = rho * (1 + beyond) - np.log1p(1 / beyond) - (log_delta + np.log1p(beyond)) / beyond
+    assert accountant.epsilon(rounds) == pytest.approx(bounds.min(), rel=1e-3)
+    traced = jax.jit(accountant.epsilon)(jnp.int32(rounds))
+    assert float(traced) == pytest.approx(accountant.epsilon(rounds), rel=1e-6)
+
+
+@pytest.mark.parametrize("noise", [0, 1e-16, 1e-200])
+def test_without_noise_epsilon_is_infinite(noise):
+    accountant = PrivacyAccountant(noise, delta=1e-6)
+    assert accountant.epsilon(1) == np.inf == jax.jit(accountant.epsilon)(jnp.int32(1))

@@ -47,6 +47,7 @@ def test_certificates_are_made_and_their_expiry_is_stated(command: Command, tmp_
         (("--out=new", "--request", "--name=a", "--days=3"), "got --days with --request"),
         (("--out=new", "--sign=a", "--names=b", "--authority=c"), "got --names with --sign"),
         (("--out=new", "--sign=a"), "needs the authority's folder"),
+        (("--out=new", "--sign=a", "--authority=c"), "--sign=a: it cannot be read (No such file"),
         (("--out=new", "--names=a", "--replace"), "got --replace with --names"),
         (("--out=new", "--names=a", "--authority=none"), "there is no file none/certificate.pem"),
     ],

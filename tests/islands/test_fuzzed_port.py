@@ -43,16 +43,15 @@ class Recorder(UnreliableNetwork):
         self.recorded: dict[socket.socket, bytearray] = {}
         super().__init__(server_port)
 
-    def _forward(self, pair: tuple[socket.socket, socket.socket], is_sent: bool) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket, is_sent: bool) -> None:
         if not is_sent:
-            return super()._forward(pair, is_sent)
-        source, sink = pair
+            return super()._forward(source, sink, is_sent)
         kept = self.recorded.setdefault(source, bytearray())
         with contextlib.suppress(OSError):
             while block := source.recv(1 << 18):
                 kept += block
                 sink.sendall(block)
-        for end in pair:
+        for end in (source, sink):
             end.close()
         return None
 

@@ -116,7 +116,7 @@ class MethodRounds(Sizes, Timed):
         for _ in range(2):  # a baseline has a baseline too
             used |= {baselines[name] for name in used}
         rounds, sizes = {}, dict[str, Any]({placement: -1})
-        with jax.set_mesh(make_mesh(**sizes)):
+        with jax.set_mesh(make_mesh(devices=list(mesh.devices.flat), **sizes)):
             batches, num_examples = jax.device_put((batches, num_examples), P(placement))
             cohort = Cohort(batches)
             if placement == "clients":

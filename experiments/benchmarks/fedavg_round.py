@@ -8,7 +8,7 @@ extra `bench` and is left out if it is not installed.
 
 `--baselines=gradient` adds the loss after fedpax's round with its gradient with respect to the
 server's and the clients' learning rates. The local training is rematerialized, so no residuals are
-stored for each client. The gradient must equal that of the `jax.vmap` round.
+stored for each client. The gradient must equal the gradient of the `jax.vmap` round.
 
 `--plot` draws time and memory over the number of clients.
 """

@@ -1,4 +1,4 @@
-"""How checkpoints are written to folders and to object stores, such as a bucket, by Orbax."""
+"""Write checkpoints to folders and to object stores, such as a bucket, by Orbax."""
 
 import dataclasses
 import functools

@@ -241,7 +241,7 @@ class RunPosition(NamedTuple):
     stream: StreamState  # the position of the stream of cohorts after that round
     configuration: Mapping[str, Any]  # the experiment as JSON
     participants: int | None = None  # the placement's size. Default None: not recorded.
-    # the participants' numbers in an elastic job. Default None: there is no such job.
+    # the participants' numbers in an elastic job. Default None: the job is not elastic.
     numbers: Sequence[int] | None = None
 
     def to_json(self) -> dict[str, Any]:

@@ -16,6 +16,19 @@ from typing import Any
 from fedpax.processes.job_processes import JobProcesses, JobProcessesError, listen
 from fedpax.processes.json_line_socket import MOST_STRANGERS, JsonLineSocket, printable
 
+# A message is one line of JSON. A supervisor sends to the keeper:
+#   process, count, host, round, copies: the supervisor joins; `round` is the newest checkpoint, and
+#     `copies` are names JOB-ROUND of copies in its host's memory
+#   beat: the supervisor runs
+#   ended, generation, round, copies: its training process ended with the status `ended`
+#   signal: the supervisor received a signal to stop; the status of the job
+# The keeper sends to a supervisor:
+#   start, members, address, port, job, round: start a training process for this generation of
+#     members; it reads the copies of `round`, unless that is null
+#   save, kill: make the training process of this generation save and end, or end it at once
+#   stop, reason: the job ends with the status `stop`
+#   beat: the keeper runs
+
 FINISHED, FAILED, CANNOT_RUN = 0, 1, 2
 SIGNALS = (143, 130)
 LOST = -1

@@ -134,6 +134,7 @@ def _jvp_with_ties(with_ties_p, primals, tangents, *, placement):
     index = federated_index_p.bind(placement=placement)
 
     def ties_of(x, out, first, last, count):
+        # Exact for one or two ties; of more, those between are found by comparing values.
         first, last, ties = (broadcast(a, placement) for a in (first, last, count))
         indices = append_axes(index, x)
         between = equal_with_nan(x, broadcast(out, placement)) & (ties > 2)

@@ -87,8 +87,8 @@ def take_aligned(
     read_only: bool = False,
 ) -> NDArray[Any]:
     """Gather rows into an array that JAX need not copy; the indices are in range."""
-    # Rows of `padding`, bool `[clients, rows]`, are zeros where that saves time; those of a read-
-    # only array are not written again when its memory is reused.
+    # Rows of `padding`, bool `[clients, rows]`, are zeros where that saves time; padding of a
+    # read-only array is not written again when its memory is reused.
     if values.dtype.hasobject or not values.size:
         return values[indices]
     rows, owner = memory.array((len(indices), *values.shape[1:]), values.dtype)

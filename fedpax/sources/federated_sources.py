@@ -1,7 +1,7 @@
 """The standard federated data sets in TFDS: EMNIST, Shakespeare, Stack Overflow, CIFAR-100.
 
-Each is prepared from the archive that TensorFlow Federated publishes: its clients and splits are
-those of the papers. Without a network, put it into `<data_dir>/downloads/manual`.
+Each is prepared from the archive that TensorFlow Federated publishes, with the clients and splits
+of the papers. Without a network, put the archive into `<data_dir>/downloads/manual`.
 """
 
 import abc

@@ -1,4 +1,4 @@
-"""What plans say of rounds: clients on devices of several numbers, and rounds that are watched."""
+"""Plan rounds: clients on several numbers of devices, and rounds that are watched."""
 
 import dataclasses
 from typing import Any

@@ -160,7 +160,7 @@ class FedAvgFiles(ClientExperiment):
 
     def _sharing_files(self, other: Self, *more: str) -> Self:
         """Give another experiment on the same files what this one has read."""
-        names = ("opened", "training_parts", "_saved_inputs", *more)
+        names = ("opened", "training_parts", "images", "_saved_inputs", *more)
         other.__dict__.update({n: self.__dict__[n] for n in names if n in self.__dict__})
         return other
 

@@ -15,8 +15,14 @@ from numpy.typing import NDArray
 from fedpax.checks import Count
 from fedpax.data import load
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess, preprocess_images
-from fedpax.data.tables import Label, infer_label
-from fedpax.data.tables.shared_treatment import checked_label
+from fedpax.data.tables import Label, infer_label, parse_treatment
+from fedpax.data.tables.shared_treatment import (
+    CLASSES,
+    LABEL,
+    agree_on_label,
+    describe_label,
+    label_properties,
+)
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.experiments.parts.file_experiments import saved_content
@@ -26,6 +32,7 @@ from fedpax.models.resnet import ResNetConfig, resnet
 from fedpax.settings.client_files import FilesConfig
 from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.settings.function_settings import documented_by
+from fedpax.sites.agreement import Remedied
 from fedpax.sites.contract import Question
 from fedpax.training.training_config import TrainingConfig
 
@@ -33,6 +40,16 @@ MOST_PIXELS = 1 << 14
 """The largest height, width or number of channels of a site's images."""
 MOST_NUMBERS = 1 << 26
 """The largest image that a site can name, in numbers."""
+
+SIZE = Remedied(
+    "the height and width of images",
+    "set --data.image_size HEIGHT WIDTH at the syncer and at each site",
+)
+CHANNELS = Remedied(
+    "the number of channels of images",
+    "set --data.channels=3 at the syncer and at each site, which repeats gray values",
+)
+"""What sites must have in common."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +60,27 @@ class ImagesConfig(FilesConfig):
     Attributes:
         label: the column to predict, or `{label}` in the path.
         image: the column with the images.
+        channels: the number of channels to which images are converted: with 3, gray images repeat
+            their values; with 1, images in color become gray. Default None: they are not converted.
+        columns: the classes of the label, as "LABEL=category(A|B)". Default (): the distinct
+            values.
     """
 
     label: str | None = "label"
     image: str = "image"
     image_size: tuple[int, int] | None = None
+    channels: Count | None = None
+    columns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the ranges and the classes."""
+        super().__post_init__()
+        stated = [parse_treatment(text) for text in self.columns]
+        if len(stated) > 1 or any(t.name != self.label or t.values is None for t in stated):
+            raise ArgumentError(
+                f"data.columns={' '.join(self.columns)}, expected only the classes of the label. "
+                f"Set for example --data.columns '{self.label}=category(A|B)'."
+            )
 
 
 class PreparedImages(NamedTuple):
@@ -85,6 +118,26 @@ def _to_images(values: NDArray[Any], size: tuple[int, int] | None) -> NDArray[An
     return values
 
 
+def _shape_words(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _with_channels(images: NDArray[Any], channels: int | None) -> NDArray[Any]:
+    """Repeat gray values, or make images gray by the weights of ITU-R BT.601, as Pillow does."""
+    images = images[..., None] if images.ndim == 3 else images
+    if channels in (None, images.shape[-1]):
+        return images
+    if (images.shape[-1], channels) == (1, 3):
+        return np.repeat(images, 3, axis=-1)
+    if (images.shape[-1], channels) != (3, 1):
+        raise ArgumentError(
+            f"data.channels={channels}, but the images have {images.shape[-1]}, expected the same "
+            "number, or 1 and 3. Convert the images, or leave --data.channels out."
+        )
+    gray = images @ np.array([0.299, 0.587, 0.114], np.float32)
+    return (np.rint(gray) if images.dtype.kind in "iu" else gray).astype(images.dtype)[..., None]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FedAvgImageFiles(FedAvgFiles):
     """An image classifier on users' images, whose network has the size of the images.
@@ -105,10 +158,9 @@ class FedAvgImageFiles(FedAvgFiles):
     field = "image"
 
     @functools.cached_property
-    def prepared(self) -> PreparedImages:
-        """The images as arrays."""
+    def images(self) -> NDArray[Any]:
+        """The images, uint8 or float32 `[examples, height, width, channels]`."""
         columns, data = self.opened.columns, self.data
-        assert data.label is not None
         if data.image not in columns:
             raise ArgumentError(
                 f"data.image={data.image!r} is not a column of {' '.join(data.files)}, expected "
@@ -116,7 +168,7 @@ class FedAvgImageFiles(FedAvgFiles):
             )
         from fedpax.user_files.columns import to_numpy
 
-        images, label = to_numpy(columns[data.image]), columns[data.label]
+        images = to_numpy(columns[data.image])
         if not np.ma.isMaskedArray(images):
             images = _to_images(images, data.image_size)
         if np.ma.isMaskedArray(images) or images.ndim not in (3, 4):
@@ -126,13 +178,30 @@ class FedAvgImageFiles(FedAvgFiles):
                 "--data.image_size 32 32 to resize image files, or for the height and width of "
                 "gray images that are rows of numbers."
             )
-        if self.saved_inputs is not None:
-            made = Label.from_json(self.saved_inputs["label"])
-        else:
-            made = infer_label(data.label, label, "classification")
+        return _with_channels(images, data.channels)
+
+    def _infer_label(self, min_classes: int) -> Label:
+        """Return the stated classes, or those of the examples."""
+        name = self.data.label or "label"
+        stated = " ".join(self.data.columns)
+        values = self.opened.columns[name]
+        return infer_label(name, values, "classification", stated, min_classes=min_classes)
+
+    @functools.cached_property
+    def prepared(self) -> PreparedImages:
+        """The images as arrays."""
+        images, saved = self.images, self.saved_inputs
+        made = self._infer_label(2) if saved is None else Label.from_json(saved["label"])
+        if tuple(self.image_shape) != images.shape[1:]:
+            raise ArgumentError(
+                f"The images are {_shape_words(images.shape[1:])}, but the model takes "
+                f"{_shape_words(self.image_shape)}, expected the same. Set --data.image_size "
+                f"{self.image_shape[0]} {self.image_shape[1]} and --data.channels="
+                f"{self.image_shape[2]}, or convert the images."
+            )
         height, width = images.shape[1:3]
         note = f"{len(made.classes):,} classes, images of {height} x {width}"
-        examples = {"image": images, "label": made.encode(label)}
+        examples = {"image": images, "label": made.encode(self.opened.columns[made.name])}
         return PreparedImages(examples, made, (note,))
 
     def make_preprocess(self) -> Preprocess:
@@ -146,8 +215,7 @@ class FedAvgImageFiles(FedAvgFiles):
         if saved is not None and "image_shape" in saved:
             known: Sequence[int] = saved["image_shape"]
             return known
-        height, width, *channels = self.prepared.examples["image"].shape[1:]
-        return (height, width, *(channels or [1]))
+        return self.images.shape[1:]
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -156,13 +224,9 @@ class FedAvgImageFiles(FedAvgFiles):
 
     def describe_inputs(self) -> dict[str, Any]:
         """Return what a site tells of its images: their shape, and the classes that it has."""
-        label = infer_label(
-            self.data.label or "label",
-            self.opened.columns[self.data.label or "label"],
-            "classification",
-            min_classes=1,
-        )
-        return {"label": label.to_json(), "image_shape": list(self.image_shape)}
+        label = self._infer_label(1)
+        described = describe_label(label, self.opened.columns[label.name], self.data.columns)
+        return {**described, "image_shape": list(self.image_shape)}
 
     def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str | None]:
         """Return the label, and the shape of images."""
@@ -173,25 +237,41 @@ class FedAvgImageFiles(FedAvgFiles):
                 f"image_shape is {size!r:.100}, expected height, width and channels of 1 to "
                 f"{MOST_PIXELS:,}, and at most {MOST_NUMBERS:,} numbers."
             )
-        label = checked_label(description["label"])
-        words = f"{size[0]} x {size[1]} x {size[2]}"
-        return {"the label": label.name, "the shape of images": words, "the task": label.task}
+        return {
+            **label_properties(description),
+            SIZE: _shape_words(size[:2]),
+            CHANNELS: str(size[2]),
+        }
 
     def stated_properties(self) -> Mapping[str, str]:
-        """Return the label, and the height and width if they are stated."""
-        return {"the label": self.data.label or "label", "the task": "classification"}
+        """Return the label, and the classes and the shape of images if they are stated."""
+        data = self.data
+        classes = parse_treatment(data.columns[0]).values if data.columns else None
+        return {
+            LABEL: data.label or "label",
+            CLASSES: "|".join(classes) if classes else "none",
+            **({SIZE: _shape_words(data.image_size)} if data.image_size else {}),
+            **({CHANNELS: str(data.channels)} if data.channels else {}),
+        }
 
     @property
     def disclosures(self) -> Sequence[str]:
-        """Lines on the classes and the size of images, which clients disclose."""
-        lines = [
-            f"not private: the classes of {self.label.name!r}, which clients disclose; no field "
-            "states them"
-        ]
-        if self.data.image_size is None:
-            height, width, _ = self.image_shape
+        """Lines on the classes and the shape of images, which clients disclose."""
+        data, (height, width, channels) = self.data, self.image_shape
+        lines = []
+        if not data.columns:
+            lines.append(
+                f"not private: the classes of {self.label.name!r}, which clients disclose; state "
+                f"them: --data.columns '{self.label.name}=category(A|B)'"
+            )
+        if data.image_size is None:
             lines.append(
                 f"not private: the size of images; state it: --data.image_size {height} {width}"
+            )
+        if data.channels is None:
+            lines.append(
+                "not private: the number of channels of images; state it: "
+                f"--data.channels={channels}"
             )
         return lines
 
@@ -204,16 +284,9 @@ class FedAvgImageFiles(FedAvgFiles):
         self, descriptions: Sequence[Mapping[str, Any]]
     ) -> Generator[Question, Any, Mapping[str, Any]]:
         """Agree on the classes of all sites together, and on the shape of images."""
-        shapes = {tuple(d["image_shape"]) for d in descriptions}
-        if len(shapes) > 1:
-            raise ArgumentError(
-                f"The sites have images of {' and '.join(map(str, sorted(shapes)))}, expected one "
-                "shape. Set --data.image_size at the syncer and at each site."
-            )
-        classes = {value for d in descriptions for value in d["label"]["classes"]}
-        first = Label.from_json(descriptions[0]["label"])
-        label = dataclasses.replace(first, classes=tuple(sorted(classes)))
-        content = saved_content(self.data, label, image_shape=shapes.pop())
+        label = agree_on_label(descriptions, "classification")
+        shape = descriptions[0]["image_shape"]  # the votes have compared all of them
+        content = saved_content(self.data, label, image_shape=shape)
         yield from ()  # without a question
         return content | {"sites": len(descriptions)}
 

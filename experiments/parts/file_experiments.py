@@ -206,9 +206,11 @@ def read_saved_inputs(path: Path, data: FilesConfig) -> Mapping[str, Any]:
             "train` writes it. Restore it from a copy."
         ) from error
     for name, value in _settings(data).items():
-        if saved.get(name) != value:
+        # Older folders of images have no `columns`.
+        saved.setdefault(name, [] if isinstance(value, list) else None)
+        if saved[name] != value:
             raise ArgumentError(
-                f"data.{name}={value!r}, but the model was trained with {saved.get(name)!r}, "
+                f"data.{name}={value!r}, but the model was trained with {saved[name]!r}, "
                 f"expected the same. Leave --data.{name} out, or train in another folder."
             )
     inputs: Mapping[str, Any] = content

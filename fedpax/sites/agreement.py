@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from fedpax.console import count_of
 from fedpax.errors import ConfigurationError
@@ -23,16 +23,20 @@ Properties = Mapping[str, str | None]
 ABSENT = "absent"
 
 
-class Needed(str):
-    """The name of a property that no site lacks, and how a site can do without it."""
+class Remedied(str):
+    """The name of a property, and how sites that differ in it can join."""
 
     remedy: str
 
-    def __new__(cls, name: str, remedy: str) -> "Needed":
+    def __new__(cls, name: str, remedy: str) -> Self:
         """Make a name."""
         self = super().__new__(cls, name)
         self.remedy = remedy
         return self
+
+
+class Needed(Remedied):
+    """The name of a property that no site lacks, and how a site can do without it."""
 
 
 _MOST_WORDS = 200
@@ -89,9 +93,10 @@ def _describe_tie(property_name: str, having: Mapping[str, str]) -> str:
 
 
 def _remedy(property_name: str, values: Collection[str]) -> str:
-    if ABSENT in values and isinstance(property_name, Needed):
-        return f" ({property_name.remedy})"
-    return ""
+    if not isinstance(property_name, Remedied):
+        return ""
+    has_other = isinstance(property_name, Needed) and ABSENT not in values
+    return "" if has_other else f" ({property_name.remedy})"
 
 
 def _shorten(value: str) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from fedpax.experiments.fedavg_image_files import FedAvgImageFiles, ImagesConfig, fedavg_images
+from fedpax.experiments.fedavg_image_files import (
+    FedAvgImageFiles,
+    ImagesConfig,
+    _with_channels,
+    fedavg_images,
+)
 from fedpax.experiments.parts import file_experiments
 from fedpax.experiments.parts.file_experiments import ServerState
 from fedpax.settings.client_aggregators import aggregator
@@ -108,6 +114,47 @@ def test_rows_of_numbers_lists_and_encoded_images_are_images(tmp_path: Path) -> 
         dataclasses.replace(experiment, data=wrong).build()
 
 
+def test_channels_are_converted_as_pillow_does(photos: Path) -> None:
+    paths = sorted((photos / "Zoë" / "hund").glob("*.png"))
+    images = np.stack([np.asarray(Image.open(path)) for path in paths])
+    gray = np.stack([np.asarray(Image.open(path).convert("L")) for path in paths])
+    np.testing.assert_allclose(_with_channels(images, 1)[..., 0], gray, atol=1)
+    assert _with_channels(images, 1).dtype == np.uint8
+    np.testing.assert_allclose(
+        _with_channels(images / 255, 1)[..., 0], gray / 255, atol=1.01 / 255, rtol=0
+    )
+    color = _with_channels(gray, 3)
+    assert color.dtype == np.uint8 and color.shape == images.shape
+    assert (color == gray[..., None]).all()
+    assert _with_channels(images, None) is images and _with_channels(images, 3) is images
+    with pytest.raises(ValueError, match=r"data\.channels=3, but the images have 2, .* 1 and 3"):
+        _with_channels(images[..., :2], 3)
+    assert make(photos, channels=1).prepared.examples["image"].shape == (28, 8, 8, 1)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [("label=number",), ("label=category",), ("age=category(A|B)",), ("label=category(A|B)",) * 2],
+)
+def test_columns_state_the_classes_alone(columns: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"--data\.columns 'label=category\(A\|B\)'"):
+        ImagesConfig(columns=columns)
+
+
+def test_a_folder_of_an_older_version_states_no_classes(photos: Path, tmp_path: Path) -> None:
+    make(photos).write_inputs(tmp_path)
+    (path,) = tmp_path.iterdir()
+    content = json.loads(path.read_text())
+    del content["settings"]["columns"]
+    path.write_text(json.dumps(content))
+    again = make(photos)
+    again.read_inputs(tmp_path)
+    assert again.label == make(photos).label
+    stated = make(photos, columns=("label=category(katt|hund)",))
+    with pytest.raises(ValueError, match=r"data\.columns=\['label=category\(katt\|hund\)'\], but"):
+        stated.read_inputs(tmp_path)
+
+
 def test_a_residual_network_has_the_images_channels(photos: Path) -> None:
     experiment = dataclasses.replace(make(photos), network="resnet")
     shapes = jax.eval_shape(experiment.make_model().init, jax.random.key(0))
@@ -119,10 +166,21 @@ def test_a_private_run_tells_the_classes_and_the_size_as_not_private(photos: Pat
     experiment = dataclasses.replace(make(photos), aggregator=private)
     notes = experiment.build().notes
     told = [line for line in notes if line.startswith("not private: ")][1:]  # after the metrics
-    assert told[0].startswith(f"not private: the classes of {experiment.label.name!r}")
-    height, width, _ = experiment.image_shape
-    sizes = [] if experiment.data.image_size else [f"--data.image_size {height} {width}"]
-    assert [line.partition("state it: ")[2] for line in told[1:]] == sizes
+    assert [line.rpartition(": ")[2] for line in told] == [
+        "--data.columns 'label=category(A|B)'",
+        "--data.channels=3",
+    ]
+    data = dataclasses.replace(
+        experiment.data, channels=3, columns=("label=category(katt|hund|ko)",)
+    )
+    stated = dataclasses.replace(experiment, data=data)
+    assert not stated.disclosures and stated.label.classes == ("katt", "hund", "ko")
+    files = f"{photos}/Zo?/{{label}}/{{client}}.png"  # of one size
+    unsized = dataclasses.replace(
+        experiment, data=dataclasses.replace(data, files=(files,), image_size=None)
+    )
+    (line,) = unsized.disclosures
+    assert line.endswith("--data.image_size 8 8")
 
 
 @pytest.mark.parametrize("name", ["ditto", "reptile"])

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from fedpax.checkpoints.saved_rounds import complete_rounds
-from fedpax.data.tables import infer_label
 from fedpax.errors import ArgumentError, ConfigurationError
-from fedpax.experiments.fedavg_image_files import fedavg_images
 from fedpax.experiments.fedavg_text import fedavg_lora_text
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.run_coordinator import run_coordinator
@@ -156,13 +154,6 @@ def test_the_numbers_of_clients_of_a_site_are_bounded(tmp_path: Path) -> None:
         join("west", 1 << 40)
     assert exchange.sites.num_clients < 2_000_000
     assert join("north", 4).header["status"] == "ok"
-
-
-def test_an_image_shape_is_checked() -> None:
-    label = infer_label("label", ["a", "b"]).to_json()
-    for shape in ([1 << 20, 1 << 20, 3], [28, 28], [28.0, 28, 1], [-1, 8, 1], ["28", 28, 1]):
-        with pytest.raises(ArgumentError, match="expected height, width and channels"):
-            fedavg_images().shared_properties({"label": label, "image_shape": shape})
 
 
 def test_local_steps_of_all_sites_are_bounded() -> None:

@@ -60,8 +60,15 @@ def describe_table(
         ],
         "categories": categories,
         "missing": missing,
-        "label": label.to_json() | {"stated": has_stated_classes},
-        "number": is_number(arrow_column(table[label.name]).type),
+        **describe_label(label, table[label.name], has_stated_classes),
+    }
+
+
+def describe_label(label: Label, values: Any, has_stated_classes: object) -> dict[str, Any]:
+    """Return what a site tells of its label, as JSON."""
+    return {
+        "label": label.to_json() | {"stated": bool(has_stated_classes)},
+        "number": is_number(arrow_column(values).type),
     }
 
 
@@ -91,7 +98,7 @@ def agree_on_table(
         for t in treatments
         if any(t.name not in {c["name"] for c in d["columns"]} for d in descriptions)
     }
-    label = _agree_on_label([d["label"] for d in descriptions], descriptions, task)
+    label = agree_on_label(descriptions, task)
     return AgreedTable(label, tuple(treatments), categories, frozenset(missing))
 
 
@@ -126,9 +133,9 @@ def _merge_categories(
     return common_values(having, min_clients)
 
 
-def _agree_on_label(
-    labels: Sequence[Json], descriptions: Sequence[Json], task: Task | None
-) -> Label:
+def agree_on_label(descriptions: Sequence[Json], task: Task | None) -> Label:
+    """Return the label that all sites share, with the classes of all of them."""
+    labels = [d["label"] for d in descriptions]
     first = labels[0]
     name, tasks = first["name"], {label["task"] for label in labels}
     numeric = all(d["number"] for d in descriptions)
@@ -163,8 +170,8 @@ NUMBERS = "numbers to predict"
 """The kind of a label for regression."""
 
 
-def table_properties(description: Mapping[str, Any]) -> dict[str, str]:
-    """Return what sites must have in common for `agree_on_table`, in words by name."""
+def label_properties(description: Mapping[str, Any]) -> dict[str, str]:
+    """Return what sites must have in common for `agree_on_label`, in words by name."""
     fields = description["label"]
     _check(isinstance(fields, dict), "label", fields)
     stated, is_number = fields.get("stated"), description["number"]
@@ -178,10 +185,15 @@ def table_properties(description: Mapping[str, Any]) -> dict[str, str]:
         properties[KIND] = "classes that are text"
     elif not stated:
         _check(all(map(_is_number, label.classes)), "classes", label.classes)
-    columns = description["columns"]
+    return properties
+
+
+def table_properties(description: Mapping[str, Any]) -> dict[str, str]:
+    """Return what sites must have in common for `agree_on_table`, in words by name."""
+    properties, columns = label_properties(description), description["columns"]
     _check(isinstance(columns, list), "columns", columns)
     treatments = {t.name: t for t in map(_checked_treatment, columns)}
-    unique = len(treatments) == len(columns) and label.name not in treatments
+    unique = len(treatments) == len(columns) and properties[LABEL] not in treatments
     _check(unique, "columns", [t.name for t in treatments.values()])
     _check_categories(description["categories"], treatments)
     missing = description["missing"]

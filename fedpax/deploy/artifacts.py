@@ -23,6 +23,7 @@ from fedpax.deploy.runtime import (
     load,
     program_hash,
 )
+from fedpax.deploy.stable_sorts import with_unique_keys
 from fedpax.errors import ArgumentError, MissingPackageError
 from fedpax.inspect.cost import count_flops
 from fedpax.primitives._jax import without_locations
@@ -215,8 +216,9 @@ class _Files:
         def function(*args: Any) -> Any:  # its name is a part of the file
             return fn(*args)
 
+        written = with_unique_keys(function) if portable and self.portable else function
         try:
-            exported = jax.export.export(jax.jit(function), platforms=self.platforms)(*types)
+            exported = jax.export.export(jax.jit(written), platforms=self.platforms)(*types)
             exported = without_locations(exported)
             self.content[f"{name}.jax"] = bytes(exported.serialize())
         except (NotImplementedError, ValueError) as error:

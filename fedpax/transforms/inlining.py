@@ -101,7 +101,7 @@ def _run_inlined(
             if body is not None and is_split:
                 outputs = run(body.jaxpr, body.consts, inputs, line_of)
             elif contains_map and eqn.primitive is not federated_map_p:
-                params = {k: _replace_jaxprs(inside, v) for k, v in eqn.params.items()}
+                params = {k: replace_jaxprs(inside, v) for k, v in eqn.params.items()}
                 outputs = rebind(eqn, inputs, params, line_of)
             else:
                 outputs = rebind(eqn, inputs, line_of=line_of)
@@ -132,12 +132,12 @@ def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
 
 
-def _replace_jaxprs(change: Callable[[ClosedJaxpr], ClosedJaxpr], param: Any) -> Any:
+def replace_jaxprs(change: Callable[[ClosedJaxpr], ClosedJaxpr], param: Any) -> Any:
     """Apply a function to the jaxprs in a parameter of a loop or a conditional."""
     if isinstance(param, ClosedJaxpr):
         return change(param)
     if isinstance(param, Jaxpr):
         return change(ClosedJaxpr(param, ())).jaxpr
     if type(param) in (tuple, list):
-        return type(param)(_replace_jaxprs(change, p) for p in param)
+        return type(param)(replace_jaxprs(change, p) for p in param)
     return param

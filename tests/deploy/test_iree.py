@@ -12,11 +12,14 @@ import subprocess
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from batch_rounds import CASES
 
 import fedpax
+from fedpax.algorithms import fedavg
 from fedpax.deploy import export_stages, iree_client
 from fedpax.deploy.iree_compiler import compile_client
 
@@ -38,25 +41,52 @@ spec = importlib.util.spec_from_file_location("iree_client", {iree_client.__file
 iree_client = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(iree_client)
 client = iree_client.load_client(sys.argv[1])
-given = np.load(sys.argv[2])
-shared = [given[f"shared {{i}}"] for i in range(sum(n.startswith("shared") for n in given))]
-own = {{name[4:]: given[name] for name in given if name.startswith("own ")}}
-terms, shown, kept = client(1, shared, [], own)
-found = {{f"term {{i}}": x for i, x in enumerate(terms)}} | {{f"kept {{n}}": kept[n] for n in kept}}
-np.savez(sys.argv[3], **found)
+for path in sys.argv[2:]:
+    given = np.load(path)
+    shared = [given[f"shared {{i}}"] for i in range(sum(n.startswith("shared") for n in given))]
+    own = {{name[4:]: given[name] for name in given if name.startswith("own ")}}
+    terms, shown, kept = client(1, shared, [], own)
+    found = {{f"term {{i}}": x for i, x in enumerate(terms)}}
+    np.savez(path, **found, **{{f"kept {{n}}": kept[n] for n in kept}})
 assert not {{"jax", "fedpax"}} & set(sys.modules), set(sys.modules)
 """
 
 
-def client_call(name):
+def client_call(program, state, data):
     """Return the stages, and the arguments of a participant."""
-    program, state, open_clients = CASES[name]()
-    clients = open_clients()
-    data = clients.read_clients(0, clients.client_ids(0))
     stages = fedpax.stages(program, state, data)
     request = next(stages.run(state, data))
     own = {n: np.asarray(x[1]) for n, x in stages.own(state, data).items()}
     return stages, [np.asarray(x) for x in request.shared], own
+
+
+def case_call(name):
+    program, state, open_clients = CASES[name]()
+    clients = open_clients()
+    return client_call(program, state, clients.read_clients(0, clients.client_ids(0)))
+
+
+def assert_equal_jax(stages, shared, owns, tmp_path):
+    """Compare a participant's results on a device with JAX's, for each of its values."""
+    export_stages(stages, tmp_path / "round")
+    compile_client(tmp_path / "round", tmp_path / "device")
+    paths = [tmp_path / f"{i}.npz" for i in range(len(owns))]
+    for path, own in zip(paths, owns, strict=True):
+        given = {f"shared {i}": x for i, x in enumerate(shared)}
+        np.savez(path, **given, **{f"own {n}": x for n, x in own.items()})
+    command = [Path(IREE) / "python", "-c", PROGRAM, tmp_path / "device", *paths]
+    subprocess.run(command, check=True)
+    for path, own in zip(paths, owns, strict=True):
+        loaded = np.load(path)
+        terms, _, kept = stages.client(0)(1, shared, [], own)
+        expected = {f"term {i}": x for i, x in enumerate(terms)}
+        expected |= {f"kept {n}": x for n, x in kept.items()}
+        assert set(loaded) == set(expected)
+        for key, value in expected.items():
+            assert np.all(np.isfinite(value)) and loaded[key].dtype == value.dtype
+            np.testing.assert_allclose(loaded[key], value, rtol=0, atol=1e-5)
+        changed = [np.abs(np.asarray(x)).max() for x in jax.tree.leaves(terms)]
+        assert max(changed) > 1e-3 or own.get("cohort.num_steps") == 0
 
 
 @needs_iree
@@ -64,23 +94,82 @@ def client_call(name):
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "diloco"])
 def test_a_client_without_jax_equals_jax(name, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", IREE, prepend=os.pathsep)
-    stages, shared, own = client_call(name)
-    export_stages(stages, tmp_path / "round")
-    compile_client(tmp_path / "round", tmp_path / "device")
-    given = {f"shared {i}": x for i, x in enumerate(shared)}
-    np.savez(tmp_path / "given.npz", **given, **{f"own {n}": x for n, x in own.items()})
-    paths = [str(tmp_path / name) for name in ("device", "given.npz", "found.npz")]
-    subprocess.run([Path(IREE) / "python", "-c", PROGRAM, *paths], check=True)
-    loaded = np.load(tmp_path / "found.npz")
-    terms, _, kept = stages.client(0)(1, shared, [], own)
-    expected = {f"term {i}": x for i, x in enumerate(terms)}
-    expected |= {f"kept {n}": x for n, x in kept.items()}
-    assert set(loaded) == set(expected)
-    for key, value in expected.items():
-        assert np.all(np.isfinite(value)) and loaded[key].dtype == value.dtype
-        np.testing.assert_allclose(loaded[key], value, rtol=0, atol=1e-5)
-    changed = [np.abs(np.asarray(x)).max() for x in jax.tree.leaves(terms)]
-    assert max(changed) > 1e-3
+    stages, shared, own = case_call(name)
+    assert_equal_jax(stages, shared, [own], tmp_path)
+
+
+STEPS, BATCH, WORDS, WIDTH = 5, 4, 30, 6
+
+
+def normal(*shape):
+    return np.random.default_rng(shape).normal(size=shape).astype(np.float32)
+
+
+def mean_loss(losses, batch):
+    weights = batch["mask"].astype(jnp.float32)
+    return jnp.sum(losses * weights) / jnp.maximum(weights.sum(), 1), {}
+
+
+def cross_entropy(logits, batch):
+    labels = batch["y"][..., None]
+    return mean_loss(-jnp.take_along_axis(jax.nn.log_softmax(logits), labels, -1)[..., 0], batch)
+
+
+def next_word(params, batch):
+    return cross_entropy(params["words"][batch["y"][::-1]] @ params["out"], batch)
+
+
+def network(params, batch):
+    return cross_entropy(jax.nn.relu(batch["x"] @ params["in"]) @ params["out"], batch)
+
+
+def recurrent(params, batch):
+    def step(state, x):
+        return jnp.tanh(state @ params["square"] + x[:, None] * params["in"][0]), None
+
+    start = jnp.zeros((BATCH, WIDTH))
+    return cross_entropy(jax.lax.scan(step, start, batch["x"].T)[0] @ params["out"], batch)
+
+
+def convolution(params, batch):
+    x = batch["x"].reshape(BATCH, 1, WIDTH, 1)
+    kernel = params["in"].reshape(1, WIDTH, 1, WIDTH)
+    x = jax.lax.conv_general_dilated(x, kernel, (1, 2), "SAME", dimension_numbers=_NHWC)
+    return cross_entropy(jax.nn.relu(x).mean((1, 2)) @ params["out"], batch)
+
+
+def in_order_of_signs(params, batch):
+    """Weigh examples by their places in an order that has ties."""
+    losses = (batch["x"] @ params["in"]).mean(1) ** 2
+    order = jnp.argsort(batch["x"][:, 0] > 0)
+    return mean_loss(losses[order] * (1 + jnp.arange(BATCH)), batch)
+
+
+_NHWC = ("NHWC", "HWIO", "NHWC")
+MODELS = {f.__name__: f for f in (next_word, network, recurrent, convolution, in_order_of_signs)}
+
+
+@needs_iree
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.5), optax.adam(0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_client_of_each_number_of_steps_equals_jax(name, optimizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", IREE, prepend=os.pathsep)
+    random = np.random.default_rng(3)
+    mask = random.random((2, STEPS, BATCH)) < 0.7
+    mask[:, 1] = False  # a step of padding between others
+    batches = {
+        "x": normal(2, STEPS, BATCH, WIDTH),
+        "y": random.integers(0, WORDS, mask.shape, np.int32),
+        "mask": mask,
+    }
+    cohort = fedpax.Cohort(batches, mask.sum((1, 2)), np.int32([STEPS, STEPS]))
+    shapes = {"words": (WORDS, WIDTH), "in": (WIDTH, WIDTH), "square": (WIDTH, WIDTH)}
+    params = {n: jnp.asarray(normal(*s) / 2) for n, s in (shapes | {"out": (WIDTH, WORDS)}).items()}
+    method = fedavg(MODELS[name], cohort_size=2, client_optimizer=optimizer)
+    stages, shared, own = client_call(method.round, method.init(params), cohort)
+    owns = [own | {"cohort.num_steps": np.int32(steps)} for steps in range(STEPS + 1)]
+    assert_equal_jax(stages, shared, owns, tmp_path)
 
 
 @needs_iree
@@ -89,7 +178,7 @@ def test_a_client_without_jax_equals_jax(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "diloco"])
 def test_a_client_on_arm64_equals_jax(name, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", IREE, prepend=os.pathsep)
-    stages, shared, own = client_call(name)
+    stages, shared, own = case_call(name)
     export_stages(stages, tmp_path / "round")
     compile_client(tmp_path / "round", tmp_path / "device", target="arm64")
     about = json.loads((tmp_path / "device" / "client_0.json").read_text())
@@ -122,7 +211,7 @@ def test_a_client_on_arm64_equals_jax(name, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_client_is_compiled_for_arm64(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", IREE, prepend=os.pathsep)
-    stages, _, _ = client_call("fedavg")
+    stages, _, _ = case_call("fedavg")
     export_stages(stages, tmp_path / "round")
     for target in ("arm64", "android"):
         compile_client(tmp_path / "round", tmp_path / target, target=target)

@@ -17,7 +17,7 @@ from fedpax.primitives.mean import count_participants
 from fedpax.primitives.placement import resolve_placement
 
 Weights: TypeAlias = Num[Array, " participants"] | None
-"""The weights of participants; 0 marks an absent one. None: all have the same weight."""
+"""The weights of participants, at least 0; 0 marks an absent one. None: all are equal."""
 
 
 class Aggregator(NamedTuple):
@@ -32,8 +32,8 @@ class Aggregator(NamedTuple):
         aggregate: `(state, updates, weights) -> (aggregated, state, metrics)`. `updates` is a
             placed pytree `[participants, ...]` of the structure of `params`, such as the
             pseudo-gradients x - y_i of `fedavg` and `diloco`. `weights` are numbers
-            `[participants]`, or None for equal weights. `aggregated` is a server value of the
-            structure of `params`. `metrics` is a dict of scalars.
+            `[participants]`, at least 0, or None for equal weights. `aggregated` is a server value
+            of the structure of `params`. `metrics` is a dict of scalars.
         needs_all: True if the aggregate is defined only for the updates of all participants at
             once, as for a median. An asynchronous method, which aggregates each update when it
             arrives, then raises. Default False.
@@ -80,7 +80,8 @@ def mean() -> Aggregator:
     """Average the updates by weight: `sum_i w_i u_i / sum_i w_i`, in their own dtype.
 
     Returns:
-        An aggregator without state and metrics. Weights that sum to zero give 0.
+        An aggregator without state and metrics. Weights that sum to zero give 0, a NaN weight gives
+        NaN, and negative weights are used as given, as in `federated_mean`.
 
     Example:
         >>> mean().init(None)
@@ -152,10 +153,10 @@ def mean_dtype(leaf: jax.Array) -> jnp.dtype:
 
 
 def present(weights: Weights) -> Bool[Array, " participants"]:
-    """Return which participants have a weight other than 0. Inside a program."""
+    """Return which participants have a weight above 0, and not NaN. Inside a program."""
     if weights is None:
         return federated_broadcast(True)
-    return jnp.asarray(weights) != 0
+    return jnp.asarray(weights) > 0
 
 
 def select(

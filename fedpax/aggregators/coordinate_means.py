@@ -24,7 +24,7 @@ def coordinate_median() -> Aggregator:
     all-gather joins the medians.
 
     Returns:
-        An aggregator without state and metrics. A participant is present if its weight is not 0;
+        An aggregator without state and metrics. A participant is present if its weight is above 0;
         the weights have no other effect. A NaN counts as infinity, the largest value. The result
         has the dtype of the updates, float32 for integers; 0 if no participant is present.
 
@@ -56,7 +56,7 @@ def trimmed_mean(trim_fraction: float) -> Aggregator:
             fraction of faulty participants to protect against.
 
     Returns:
-        An aggregator without state and metrics. A participant is present if its weight is not 0;
+        An aggregator without state and metrics. A participant is present if its weight is above 0;
         the weights have no other effect. A NaN counts as infinity, the largest value. The result
         has the dtype of the updates, float32 for integers; 0 if no participant is present.
 

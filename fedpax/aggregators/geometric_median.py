@@ -47,10 +47,10 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
         smoothing: nu, above 0, in the units of the update's norm.
 
     Returns:
-        An aggregator without state and metrics. Weights multiply the distances of the sum. An
-        update counts as absent if its norm is NaN or infinite in float32, as it is from about
-        1.8e19. The median is computed in float32. The result has the dtype of the updates, float32
-        for integers; 0 if no participant is present.
+        An aggregator without state and metrics. Weights multiply the distances of the sum. A
+        participant is present if its weight is above 0, and the norm of its update is finite in
+        float32, as it is up to about 1.8e19. The median is computed in float32. The result has the
+        dtype of the updates, float32 for integers; 0 if no participant is present.
 
     Raises:
         TypeError: `num_iterations` is not an int, or `smoothing` is not a number.
@@ -108,7 +108,7 @@ def _take(
 ) -> tuple[chex.ArrayTree, Float[Array, ""], Float[Array, ""]]:
     """Return an update in float32, its weight and its norm; all 0 if the norm is not finite."""
     norm = optax.tree.norm(jax.tree.map(lambda u: u.astype(jnp.float32), update))
-    is_taken = jnp.isfinite(norm) & (weight != 0)
+    is_taken = jnp.isfinite(norm) & (weight > 0)
     return (
         select(is_taken, update, jnp.float32),
         jnp.where(is_taken, weight.astype(jnp.float32), 0.0),

@@ -43,7 +43,7 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
 
     Returns:
         An aggregator without state and metrics. A participant is present if its weight is
-        not 0; the selected updates are averaged with equal weights. An update with a NaN or an
+        above 0; the selected updates are averaged with equal weights. An update with a NaN or an
         infinity is infinitely far from every other one. The result has the dtype of the updates,
         float32 for integers.
 
@@ -147,7 +147,7 @@ def bulyan(num_byzantine: int) -> Aggregator:
         num_byzantine: f, number of participants that may send wrong updates.
 
     Returns:
-        An aggregator without state and metrics. A participant is present if its weight is not 0;
+        An aggregator without state and metrics. A participant is present if its weight is above 0;
         the weights have no other effect. NaN and infinity are treated as in `krum`. The result has
         the dtype of the updates, float32 for integers.
 

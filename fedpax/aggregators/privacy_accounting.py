@@ -346,7 +346,7 @@ class PrivacyAccountant(NamedTuple):
     Each round counts as a release to every participant, without amplification by sampling.
 
     Attributes:
-        noise_multiplier: z, as in `private_secure_mean`.
+        noise_multiplier: z, as in `private_secure_mean`. Without noise, 0, epsilon is infinite.
         delta: the probability of (epsilon, delta)-differential privacy.
         releases_before: number of releases before the first round, each with the same noise.
 

@@ -94,7 +94,7 @@ def private_mean(
         count_stddev: s, above `noise_multiplier / 2`. Default None: m / 20, as in the paper.
 
     Returns:
-        An aggregator with state `PrivateMeanState`. A participant is present if its weight is not
+        An aggregator with state `PrivateMeanState`. A participant is present if its weight is above
         0; the weights have no other effect. Sums and noise are float32, and the result has the
         dtype of the updates, float32 for integers. An update whose norm is infinite or NaN counts
         as 0. The noise is the same on every mesh. Methods give an aggregator only the parameters

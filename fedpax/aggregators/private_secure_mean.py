@@ -93,7 +93,7 @@ def private_secure_mean(
 
     Returns:
         An aggregator with state `PrivateSecureMeanState`. A participant is present if its
-        weight is not 0; the weights have no other effect. An update whose norm is infinite or NaN
+        weight is above 0; the weights have no other effect. An update whose norm is infinite or NaN
         counts as 0. The result has the dtype of the updates, float32 for integers. Metrics:
         `"noise_stddev"`, the standard deviation of each coordinate of the mean, `"num_present"`,
         and `"epsilon"`, spent by this round and all rounds before it (`accountant.epsilon`). It

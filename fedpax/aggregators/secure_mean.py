@@ -76,7 +76,7 @@ def secure_mean(
 
     Returns:
         An aggregator with state `SecureMeanState`. A participant is present if its weight is
-        not 0; all present participants have the same weight. A NaN entry is sent as 0. The result
+        above 0; all present participants have the same weight. A NaN entry is sent as 0. The result
         has the dtype of the updates, float32 for integers; 0 if no participant is present.
         Metrics: `"clipped_entry_fraction"`, the fraction of the entries of present participants
         outside [-r, r], and `"num_present"`, the number of present participants.

@@ -13,6 +13,7 @@ from every_aggregator import AGGREGATORS, N
 import fedpax
 from fedpax import aggregators
 from fedpax.aggregators import codecs
+from fedpax.aggregators.aggregator import present
 
 PARAMS = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
 ABSENT = 2
@@ -65,6 +66,48 @@ def test_an_absent_participant_has_no_effect(name):
             if np.ndim(old):
                 np.testing.assert_array_equal(new[ABSENT], old[ABSENT])
                 assert np.any(new != old)
+
+
+# A mean that multiplies by the weights: as `federated_mean`, which uses them as given.
+WEIGHTED = ("mean", "add_noise", "add_local_noise", "quantized_mean", "clip_by_norm")
+WEIGHTED += ("adaptive_clip", "compressed_mean", "compressed_mean unbiased")
+
+
+@pytest.mark.parametrize("weight", [-1.0, -np.inf, np.nan])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n
+        for n in AGGREGATORS
+        if n not in WEIGHTED
+    ],
+)
+def test_a_participant_whose_weight_is_negative_or_nan_is_absent(name, weight):
+    """A private mean counted an update of weight -1, and with it the metric of its norm."""
+    step, state = run(name), initial(name, PARAMS)
+    wrong = WEIGHTS.copy()
+    wrong[ABSENT] = weight
+    expected = step(state, draw(1), WEIGHTS)
+    jax.tree.map(np.testing.assert_array_equal, step(state, draw(1), wrong), expected)
+    counted = step(state, draw(1), np.where(WEIGHTS, WEIGHTS, 1))
+    leaves = zip(*map(jax.tree.leaves, (counted[0], expected[0])), strict=True)
+    assert any(np.any(a != b) for a, b in leaves) or "krum" in name  # it takes few updates
+
+
+def test_every_present_participant_has_a_weight_above_0():
+    """The metrics and the quantile of a clipping count present participants alone."""
+    weights = [1, 0, -1, np.nan, np.inf, -np.inf, 1e-30, 2]
+    result = fedpax.program(clients=N)(present)(np.float32(weights))
+    assert result.tolist() == [True, False, False, False, True, False, True, True]
+    assert fedpax.program(clients=N)(lambda: present(None))().all()
+
+
+@pytest.mark.parametrize("weight", [-1.0, np.nan])
+def test_a_weighted_mean_uses_each_weight_as_given(weight):
+    weights = np.where(WEIGHTS, WEIGHTS, np.float32(weight))
+    (mean, _, _), updates = run("mean")(initial("mean", PARAMS), draw(1), weights), draw(1)
+    expected = np.einsum("n,n...->...", weights, updates["w"].astype(np.float64)) / weights.sum()
+    np.testing.assert_allclose(mean["w"], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["quantized_mean", "compressed_mean"])

@@ -121,6 +121,16 @@ def test_no_aggregator_moves_a_frozen_parameter(aggregator):
     assert np.abs(state.params["head"]).min() > 0
 
 
+def test_a_learning_rate_of_0_gets_no_noise_and_epsilon_counts_it() -> None:
+    private = private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0)
+    method = fedavg(loss_fn, cohort_size=N, client_optimizer=optax.sgd(0.0), aggregator=private)
+    cohort = Cohort(np.random.default_rng(0).normal(size=(N, 2, 4, 3)).astype(np.float32))
+    state, metrics = jax.jit(method.round)(method.init(PARAMS), cohort)
+    jax.tree.map(np.testing.assert_array_equal, state.params, PARAMS)
+    assert private.accountant is not None
+    assert metrics["epsilon"] == pytest.approx(private.accountant.epsilon(1), rel=1e-6)
+
+
 def test_diloco_sends_no_frozen_parameter():
     method = diloco(
         loss_fn,

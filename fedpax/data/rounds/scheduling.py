@@ -37,10 +37,11 @@ def balanced_order(
         chunk_size: the number of clients that a device runs at once.
         homes: integers `[clients]`, the device that has a client's row of a `ClientStore`
             (`fedpax.clients.home_devices`); negative: any device. Clients then go to these devices.
-            Clients that do not fit there go to the next devices with room. They are the last in
-            these devices' blocks, those from the farthest home at the end. If the last device would
-            finish more than 2% later than without `homes`, the order is as without `homes`. Default
-            None: rows do not matter.
+            A device with too many clients passes some to the next device, around the ring, which
+            can pass some of its own on. Clients away from home are the last in the devices' blocks,
+            those from the farthest home at the end. If the last device would finish more than 2%
+            later than without `homes`, the order is as without `homes`. Default None: rows do not
+            matter.
 
     Returns:
         int64 `[clients]`: `order[k]` is the client at position k. Device d has the positions from
@@ -80,26 +81,31 @@ def balanced_order(
 def _homes_first(
     work: Float64[np.ndarray, " clients"], homes: Int64[np.ndarray, " clients"], num_devices: int
 ) -> Int64[np.ndarray, " clients"]:
-    """Order clients so that most of them are at home and devices have nearly the same work."""
+    """Order clients so that few chunks' rows are sent and devices have nearly the same work."""
     per_device = len(work) // num_devices
     ranked = np.argsort(-work, kind="stable")
-    device = np.full(len(work), -1)
-    for d in range(num_devices):
-        at_home = ranked[homes[ranked] == d]
-        if len(at_home) > per_device:  # large and small clients leave
-            at_home = at_home[np.linspace(0, len(at_home) - 1, per_device).round().astype(int)]
-        device[at_home] = d
-    room = per_device - np.bincount(device[device >= 0], minlength=num_devices)
-    # Rows are sent from each device to the next, around the ring: clients go to the next one with
-    # room, and the client that has passed most devices comes first.
-    left = ranked[(device[ranked] < 0) & (homes[ranked] >= 0)]
-    waiting = np.empty(0, np.int64)
-    for d in range(2 * num_devices):
-        waiting = np.concatenate([waiting, left[homes[left] == d]])
-        d %= num_devices
-        device[waiting[: room[d]]] = d
-        waiting, room[d] = waiting[room[d] :], max(room[d] - len(waiting), 0)
-    device[ranked[device[ranked] < 0]] = np.repeat(np.arange(num_devices), room)
+    at_home = [ranked[homes[ranked] == d] for d in range(num_devices)]
+    is_absent = (homes < 0) & (work == 0)
+    share, more = divmod(np.count_nonzero(is_absent), num_devices)
+    room = per_device - share - (np.arange(num_devices) >= num_devices - more)
+    # All devices send rows to the next one, around the ring, at once. So each device passes some of
+    # its own clients on, and keeps the clients that come: rows then go to the next device only.
+    num_passed, waiting = np.zeros(num_devices, int), 0
+    for d in 2 * [*range(num_devices)]:
+        waiting = max(0, waiting + len(at_home[d]) - room[d])
+        num_passed[d] = waiting
+    first = (int(num_passed.argmin()) + 1) % num_devices  # no client is passed to it
+    device, passed = np.full(len(work), -1), np.empty(0, np.int64)
+    for d in [*range(first, num_devices), *range(first)]:
+        own, further = at_home[d], max(0, num_passed[d] - len(at_home[d]))
+        # Clients of all sizes leave. Of the clients that came, the last ones came the farthest.
+        stays = np.zeros(len(own), bool)
+        number = len(own) - num_passed[d] + further
+        stays[np.linspace(0, len(own) - 1, number).round().astype(int)] = True
+        device[own[stays]] = device[passed[further:]] = d
+        passed = np.concatenate([own[~stays], passed[:further]])
+    left = per_device - np.bincount(device[device >= 0], minlength=num_devices)
+    device[ranked[device[ranked] < 0]] = np.repeat(np.arange(num_devices), left)
 
     # The devices with the most and the least work exchange two clients, until they are close.
     loads = np.bincount(device, work, num_devices)
@@ -118,7 +124,8 @@ def _homes_first(
         loads[most] -= moved[best]
         loads[least] += moved[best]
     # Devices exchange rows together, in the last chunks, and those that are sent far together.
-    distance = np.where(homes >= 0, (device - homes) % num_devices, 0)
+    # Absent clients follow: in the middle, they would make a device run one chunk more.
+    distance = np.where(homes >= 0, (device - homes) % num_devices, num_devices * is_absent)
     return np.lexsort((-work, distance, device))
 
 

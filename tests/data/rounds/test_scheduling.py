@@ -69,34 +69,56 @@ def test_an_order_by_homes_has_every_client_once_and_is_as_balanced(case, seed):
     assert times[0] <= 1.02 * times[1]
 
 
-@pytest.mark.parametrize("devices", [2, 8])
-@pytest.mark.parametrize("kind", ["equal", "log-normal"])
-def test_few_clients_leave_their_homes_and_they_are_the_last_of_a_device(kind, devices):
+def distances(homes, devices):
+    """Return `[devices, clients per device]`, how many devices each client's row passes."""
+    blocks = np.reshape(homes, (devices, -1))
+    return np.where(blocks >= 0, (np.arange(devices)[:, None] - blocks) % devices, 0)
+
+
+def hops(homes, devices, chunk_size=1):
+    """Return how often devices send rows to the next one: each chunk's rows are sent together."""
+    farthest = distances(homes, devices).max(0, initial=0)
+    return sum(max(farthest[k : k + chunk_size]) for k in range(0, len(farthest), chunk_size))
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "most"),
+    [("equal", 2, 6), ("equal", 8, 12), ("log-normal", 2, 8), ("log-normal", 8, 25)],
+)
+def test_devices_rarely_send_rows_and_clients_away_from_home_are_the_last(kind, devices, most):
     rng = np.random.default_rng(0)
-    away, without = [], []
+    sent, without = [], []
     for _ in range(20):
-        steps = np.full(256, 5) if kind == "equal" else np.ceil(rng.lognormal(3, 1, 256))
-        homes = rng.integers(0, devices, 256)
-        device = np.repeat(np.arange(devices), 256 // devices)
-        leaves = homes[balanced_order(steps, devices, homes=homes)] != device
-        assert all(np.all(np.diff(own.astype(int)) >= 0) for own in leaves.reshape(devices, -1))
-        away.append(leaves.mean())
-        without.append((homes[balanced_order(steps, devices)] != device).mean())
-    assert np.mean(away) < {"equal": 0.08, "log-normal": 0.16}[kind]
-    assert np.mean(without) > 0.45
+        steps = np.full(128, 5) if kind == "equal" else np.ceil(rng.lognormal(3, 1, 128))
+        homes = rng.integers(0, devices, 128)
+        ordered = homes[balanced_order(steps, devices, homes=homes)]
+        assert np.all(np.diff(distances(ordered, devices)) >= 0)
+        sent.append(hops(ordered, devices))
+        without.append(hops(homes[balanced_order(steps, devices)], devices))
+    assert np.mean(sent) < most
+    assert np.mean(without) > 45
 
 
 @given(st.lists(st.integers(-1, 2), min_size=6, max_size=6))
-def test_rows_pass_the_fewest_devices_to_clients_away_from_home(homes):
-    """Devices send rows to the next device; clients with a home of -1 have no row to be sent."""
+def test_devices_send_rows_as_rarely_as_possible(homes):
+    """Clients with a home of -1 have no row to be sent."""
+    homes = np.array(homes)
+    fewest = min(hops(homes[[*o]], 3) for o in itertools.permutations(range(6)))
+    assert hops(homes[balanced_order(np.ones(6), 3, homes=homes)], 3) == fewest
 
-    def distances(order):
-        return [(k // 2 - homes[c]) % 3 if homes[c] >= 0 else 0 for k, c in enumerate(order)]
 
-    order = balanced_order(np.ones(6), 3, homes=homes)
-    passed = distances(order)
-    assert sum(passed) == min(sum(distances(o)) for o in itertools.permutations(range(6)))
-    assert all(near <= far for near, far in zip(passed[::2], passed[1::2], strict=True))
+@pytest.mark.parametrize(("clients", "devices", "chunk_size"), [(128, 8, 1), (1024, 8, 8)])
+def test_devices_share_absent_clients_and_send_rows_as_rarely_as_without(
+    clients, devices, chunk_size
+):
+    rng = np.random.default_rng(0)
+    steps = np.where(rng.random(clients) < 0.1, 0, 5)
+    homes = np.where(steps, rng.integers(0, devices, clients), -1)
+    order = balanced_order(steps, devices, chunk_size=chunk_size, homes=homes)
+    balanced = balanced_order(steps, devices, chunk_size=chunk_size)
+    times = [loads(steps[o], devices, chunk_size) for o in (order, balanced)]
+    assert max(times[0]) == max(times[1])
+    assert hops(homes[order], devices, chunk_size) <= 12
 
 
 @given(rounds())

@@ -25,7 +25,7 @@ from fedpax.data.tables.shared_treatment import (
 )
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_files import FedAvgFiles
-from fedpax.experiments.parts.file_experiments import saved_content
+from fedpax.experiments.parts.file_experiments import HELD_OUT_BY, saved_content
 from fedpax.models.classifiers import CNNConfig, cnn
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
@@ -90,7 +90,7 @@ class PreparedImages(NamedTuple):
     examples: Mapping[str, NDArray[Any]]
     label: Label
     notes: Sequence[str]  # lines that tell the sizes and the label
-    cautions: Sequence[str] = ()  # no value is filled
+    cautions: Sequence[str] = ()  # lines on a model of an earlier version
 
     @property
     def labels(self) -> NDArray[Any]:
@@ -102,15 +102,23 @@ class PreparedImages(NamedTuple):
         return {name: values[rows] for name, values in self.examples.items()}
 
 
-def _to_images(values: NDArray[Any], size: tuple[int, int] | None) -> NDArray[Any]:
-    """Decode images in bytes, and give gray images that are rows of numbers their axes."""
-    if values.dtype == object and all(isinstance(value, bytes) for value in values):
-        from fedpax.user_files.columns import to_numpy
-        from fedpax.user_files.formats import ReadOptions
-        from fedpax.user_files.readers.image_files import decode_images
+def _to_images(column: Any, data: ImagesConfig) -> NDArray[Any]:
+    """Decode images of a prepared folder, and give gray ones that are rows of numbers axes."""
+    from fedpax.user_files.columns import to_numpy
+    from fedpax.user_files.formats import ReadOptions
+    from fedpax.user_files.image_hashes import has_encoded_images
+    from fedpax.user_files.readers.image_files import decode_features
 
-        names = [f"image {n}" for n in range(len(values))]
-        return to_numpy(decode_images(values.tolist(), names, ReadOptions((), {}, None, size)))
+    size = data.image_size
+    if has_encoded_images(column):
+        import pyarrow as pa
+
+        options = ReadOptions((), {}, None, size, image=data.image)
+        files = " ".join(data.files)
+        column = decode_features(pa.table({data.image: column}), options, files).column(0)
+    values = to_numpy(column)
+    if np.ma.isMaskedArray(values):
+        return values
     if values.dtype == object and len({np.shape(value) for value in values}) == 1:
         values = np.stack([*values])  # lists of equal length
     if size is not None and values.ndim == 2 and values.shape[1] == math.prod(size):
@@ -166,17 +174,20 @@ class FedAvgImageFiles(FedAvgFiles):
                 f"data.image={data.image!r} is not a column of {' '.join(data.files)}, expected "
                 f"one of {', '.join(map(repr, columns))}. Set --data.image to the images' column."
             )
-        from fedpax.user_files.columns import to_numpy
-
-        images = to_numpy(columns[data.image])
-        if not np.ma.isMaskedArray(images):
-            images = _to_images(images, data.image_size)
+        images = _to_images(columns[data.image], data)
         if np.ma.isMaskedArray(images) or images.ndim not in (3, 4):
             raise ArgumentError(
                 f"The column {data.image!r} has {images.dtype}{list(images.shape)}, expected "
                 "images of one size without missing ones, [examples, height, width, channels]. Set "
                 "--data.image_size 32 32 to resize image files, or for the height and width of "
                 "gray images that are rows of numbers."
+            )
+        if data.image_size is not None and images.shape[1:3] != tuple(data.image_size):
+            raise ArgumentError(
+                f"data.image_size={tuple(data.image_size)}, but the column {data.image!r} of "
+                f"{' '.join(data.files)} has pixels of {_shape_words(images.shape[1:3])}, and only "
+                "encoded images are resized. Leave --data.image_size out, or name the files of the "
+                "images."
             )
         return _with_channels(images, data.channels)
 
@@ -202,7 +213,23 @@ class FedAvgImageFiles(FedAvgFiles):
         height, width = images.shape[1:3]
         note = f"{len(made.classes):,} classes, images of {height} x {width}"
         examples = {"image": images, "label": made.encode(self.opened.columns[made.name])}
-        return PreparedImages(examples, made, (note,))
+        return PreparedImages(examples, made, (note,), self._caution_of_version())
+
+    def _caution_of_version(self) -> Sequence[str]:
+        """Tell of a model from before held-out images were chosen by their bytes."""
+        from fedpax.user_files.image_hashes import can_be_encoded, hash_column
+
+        data, saved, stored = self.data, self.saved_inputs, self.opened.columns.stored
+        by_bytes = hash_column(data.image) in stored.column_names
+        by_bytes |= can_be_encoded(stored.schema.field(data.image).type)
+        in_path = any("{split}" in file for file in data.files)
+        if saved is None or HELD_OUT_BY in saved or not by_bytes or in_path:
+            return ()
+        return (
+            "the model is of an earlier version, which chose held-out images by their pixels and "
+            "by names: some images that are held out now were trained on, and the metrics can be "
+            "too good. Train in a new folder",
+        )
 
     def make_preprocess(self) -> Preprocess:
         """Make the function that scales integers of images to 0 to 1."""

@@ -170,6 +170,9 @@ def _note_classes(prepared: PreparedFiles, opened: OpenFiles) -> list[str]:
 INPUTS = "table.json"
 """The file's name, in the folder of a run and of an exported model."""
 
+HELD_OUT_BY = "held_out_by"
+"""The entry that says by what held-out images are chosen; files of earlier versions lack it."""
+
 # Settings of what is saved. The settings of files and of held-out parts may change.
 _SETTINGS = ("label", "task", "columns", "max_categories", "category_clients", "standardize")
 
@@ -185,7 +188,7 @@ def saved_content(
     if features is not None:
         content["columns"] = features.to_json()
     if image_shape is not None:
-        content["image_shape"] = list(image_shape)
+        content |= {"image_shape": list(image_shape), HELD_OUT_BY: "image bytes"}
     return content
 
 

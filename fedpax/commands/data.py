@@ -28,6 +28,7 @@ from fedpax.reports.metric_table import markdown_table
 from fedpax.user_files.formats import LoadOptions
 
 _MOST_CLIENTS = 20  # in the table of clients
+_MOST_FILES = 20  # whose skipped rows are told
 _MOST_HASHED = 1 << 22  # values of a table in which equal examples are counted
 _MOST_LABELS = 1000  # labels with more distinct values are numbers
 
@@ -45,7 +46,14 @@ def data(arguments: Sequence[str]) -> int:
     _print_head(source.name, len(source), clients)
     table = {name: source.table.column(name) for name in source.fields}
     summaries = summarize_columns(table, infer_treatments(table))
-    _print_columns(summaries, source.table.schema, source.client, source.label, reading["types"])
+    _print_columns(
+        summaries,
+        source.table.schema,
+        source.client,
+        source.label,
+        reading["types"],
+        [*source.notes, *_note_encoded(source)],
+    )
     if source.client is None:
         return _without_clients(picture)
     population = ContiguousClients(source.client_starts)
@@ -90,9 +98,13 @@ def prepare(arguments: Sequence[str]) -> int:
         heldout_by=options.heldout_by,
         **reading,
     )
-    for path, count in prepared.skipped.items():
+    for path, count in itertools.islice(prepared.skipped.items(), _MOST_FILES):
         first = prepared.first_skipped[path]
         print_error(f"Skipped {count_of(count, 'row')} of {path}, the first of them {first!r}.")
+    if (more := len(prepared.skipped) - _MOST_FILES) > 0:
+        print_error(f"Skipped rows of {count_of(more, 'more file')}.")
+    for line in prepared.source.notes:
+        print_line(line)
     clients = (
         "" if prepared.num_clients is None else f" of {count_of(prepared.num_clients, 'client')}"
     )
@@ -118,6 +130,17 @@ def partition(arguments: Sequence[str]) -> int:
     if picture:
         plot_partition(population, labels, picture)
     return 0
+
+
+def _note_encoded(source: Any) -> list[str]:
+    """Tell of columns of images that are not decoded."""
+    from fedpax.user_files.image_hashes import has_encoded_images
+
+    return [
+        f"{name}: encoded images; --image_size=HEIGHTxWIDTH decodes and resizes them"
+        for name in source.fields
+        if has_encoded_images(source.table.column(name).slice(0, 100))
+    ]
 
 
 def _count_shared(source: Any) -> int:
@@ -165,7 +188,12 @@ def _survey(files: Any, options: LoadOptions, picture: Path | None) -> int:
     clients = None if survey.clients is None else len(survey.clients)
     _print_head(survey.name, survey.num_examples, clients)
     _print_columns(
-        survey.summaries, survey.schema, survey.client, survey.label, options.types or ()
+        survey.summaries,
+        survey.schema,
+        survey.client,
+        survey.label,
+        options.types or (),
+        survey.notes,
     )
     if survey.clients is None:
         return _without_clients(picture)
@@ -218,6 +246,7 @@ def _print_columns(
     client: str | None,
     label: str | None,
     stated: Collection[str],
+    of_images: Sequence[str],
 ) -> None:
     """Print the table of columns, with the treatment that `fedavg_table` gives them."""
     # `stated` are the columns whose types the user states: they are texts on purpose.
@@ -234,7 +263,7 @@ def _print_columns(
     for line in ["", *markdown_table(ColumnSummary.HEAD, rows).splitlines()]:
         print_line(line)
     notes = [s.note for s in summaries if s.note and s.treatment.name not in (client, *stated)]
-    notes += [s.spellings for s in summaries if s.spellings]
+    notes += [*(s.spellings for s in summaries if s.spellings), *of_images]
     for line in ["", *notes] if notes else []:
         print_line(line)
 

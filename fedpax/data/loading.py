@@ -87,10 +87,11 @@ def load(
             pyarrow finds is not the intended one.
         delimiter: the character between columns of CSV. Default None: a comma, in TSV a tab.
         decimal_point: `","` for numbers such as 1,5 in CSV. Default None: a point.
-        image_size: the height and width to which images are resized. Default None: all images have
-            one size.
+        image_size: the height and width to which image files and columns of image bytes are
+            resized. Default None: all image files have one size, and bytes in tables stay bytes.
         heldout_fraction: the share of the examples of files that the split `"heldout"` has and
             `"train"` has not, chosen by a hash of the example's content: the same on every machine.
+            With images, the content is the bytes of the image files.
         heldout_by: what is hashed: `"example"`, all its columns; `"client"`, to hold out whole
             clients; or a column, such as `"text"`, whose equal values are on one side.
         data_dir: the folder of prepared data sets. Default None: the environment variable
@@ -142,7 +143,7 @@ def load_with(name: Any, options: LoadOptions, data_dir: Any = None) -> Source:
 
             return open_files(name, options)
     for argument, value in options._asdict().items():
-        if value and argument not in ("split", "heldout_by", "texts"):
+        if value and argument not in ("split", "heldout_by", "texts", "image"):
             if missing := missing_file(name):
                 raise FileNotFoundError(missing)
             raise ArgumentError(
@@ -200,7 +201,8 @@ def prepare(
         heldout_fraction: as for `load`; prepare each split into its own folder.
         heldout_by: as for `load`.
         on_bad_row: `"error"`, or `"skip"` to leave out and count rows of CSV with another number of
-            columns, lines of JSON lines that are not objects, and examples without a client.
+            columns, lines of JSON lines that are not objects, damaged images, and examples without
+            a client.
         memory: the memory for sorting, such as `"4GB"`. Default None: half of the machine's.
 
     Returns:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fedpax.checks import CheckedConfig, Decay
 from fedpax.console import count_of
 from fedpax.data import load
+from fedpax.data.loading import load_with
 from fedpax.data.tables.labels import Label, missing_label_message
 from fedpax.data.tables.values import is_missing
 from fedpax.errors import ArgumentError, FedpaxError
@@ -104,7 +105,8 @@ class FilesConfig(CheckedConfig):
         """Return the arguments of `fedpax.data.load` beside the files and the split."""
         # These have other meanings in `load`: all examples, and the columns that are read.
         fields = {k: v for k, v in vars(self).items() if k not in ("heldout_fraction", "columns")}
-        return accepted(load, fields) | {"types": parse_types("--data.types", self.types)}
+        own = {"types": parse_types("--data.types", self.types), "image": fields.get("image")}
+        return accepted(load, fields) | own
 
 
 class StoredColumns(Mapping[str, Any]):
@@ -134,6 +136,11 @@ class StoredColumns(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._source.fields) + len(self._absent)
+
+    @property
+    def stored(self) -> Any:
+        """The table of all rows, with the hashes of images."""
+        return self._source.stored
 
     def read(self, examples: Int[np.ndarray, " chosen"]) -> dict[str, Any]:
         """Return the columns of some examples, in memory."""
@@ -257,7 +264,7 @@ def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
     if (owners[1:] < owners[:-1]).any():
         order = np.argsort(owners, kind="stable")
         rows, owners = order if rows is None else rows[order], owners[order]
-    heldout, is_new = _held_out(data, source.table, client, names, rows, owners, of_heldout)
+    heldout, is_new = _held_out(data, source.stored, client, names, rows, owners, of_heldout)
     parts = [f"{int(heldout.sum()):,} held out within clients"]
     if is_new.any():
         new = count_of(int(is_new.sum()), "held-out client")
@@ -266,6 +273,7 @@ def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
     notes = [f"{sizes}: {', '.join(parts)}"]
     if skipped.any():
         notes.append(f"left out: {count_of(int(skipped.sum()), 'example')} without {data.label!r}")
+    notes += source.notes
     return OpenFiles(
         StoredColumns(source, rows, data.optional_columns),
         client,
@@ -287,7 +295,7 @@ def _load(data: FilesConfig, files: Any, split: str | None) -> Any:
     try:
         if isinstance(files, str) and (folder := prepared_folder(files, split)) is not None:
             return open_in_order(folder, LoadOptions.of(arguments))
-        return load(files, split, **arguments)
+        return load_with(files, LoadOptions.of(arguments | {"split": split}))
     except FedpaxError as error:
         error.in_flags = with_flags(str(error))
         raise
@@ -301,7 +309,7 @@ def _join(
 
     from fedpax.user_files.table_source import TableSource
 
-    tables = [source.table for source in sources]
+    tables = [source.stored for source in sources]
     of_heldout = np.repeat(np.arange(len(tables)) == 1, [table.num_rows for table in tables])
     table = tables[0]
     if len(tables) > 1:
@@ -309,7 +317,8 @@ def _join(
     if client is None:
         one = pa.DictionaryArray.from_arrays(np.zeros(len(table), np.int32), [one_client])
         table = table.append_column("client", one)
-    return TableSource(sources[0].name, sources[0].folder, table), of_heldout
+    notes = [note for source in sources for note in source.notes]
+    return TableSource(sources[0].name, sources[0].folder, table, notes=notes), of_heldout
 
 
 def _clients(

@@ -194,6 +194,12 @@ def _is_list_of_numbers(kind: pa.DataType) -> bool:
     return bool(is_list and is_number(kind.value_type))
 
 
+def are_images(kind: pa.DataType) -> bool:
+    """Return whether a type is pixels, uint8 `[height, width, channels]`, gray or RGB."""
+    is_tensor = isinstance(kind, pa.FixedShapeTensorType) and kind.value_type == pa.uint8()
+    return bool(is_tensor and len(kind.shape) == 3 and kind.shape[2] in (1, 3))
+
+
 def is_number(kind: pa.DataType) -> bool:
     """Return whether a type is integers or floats."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))

@@ -1,6 +1,7 @@
 """The formats of files, by suffix; a format's module is imported when a file has its suffix."""
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -120,6 +121,8 @@ class ReadOptions(NamedTuple):
     optional: tuple[str, ...] = ()  # columns that some files lack
     decimal_point: str | None = None  # of numbers in CSV. None: a point.
     client: str | None = None  # the column that names clients
+    image: str | None = None  # a column of encoded images to decode, also without `image_size`
+    read: Counter[str] | None = None  # counts images by what was changed in them
 
 
 Reader = Callable[[Any, ReadOptions], Any]
@@ -269,6 +272,7 @@ class LoadOptions(NamedTuple):
     heldout_fraction: float = 0.0
     heldout_by: str = "example"
     texts: Mapping[str, str] | None = None  # columns that need a text, by how to name another one
+    image: str | None = None  # as in `ReadOptions`
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:

@@ -1,6 +1,5 @@
 """held_out: which examples a hash of their content keeps for evaluation, equal on every machine."""
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +21,13 @@ from fedpax.sources.shuffle import hash_key
 from fedpax.user_files.columns import to_numpy
 from fedpax.user_files.finding import CLIENT
 from fedpax.user_files.formats import LoadOptions
+from fedpax.user_files.image_hashes import (
+    hash_bytes,
+    hash_column,
+    hash_images,
+    visible,
+    without_hashes,
+)
 from fedpax.user_files.table_source import TableSource
 
 _BLOCK = 1 << 16  # examples that are hashed at once: a column of them stays in the cache
@@ -29,11 +35,21 @@ _BLOCK = 1 << 16  # examples that are hashed at once: a column of them stays in 
 
 def held_out(table: pa.Table, fraction: float) -> Bool[np.ndarray, " examples"]:
     """Return whether each example is held out, in any order of files, rows and columns."""
-    # Equal examples are on the same side, so that none is both trained and evaluated on.
+    # Equal examples are on the same side, so that none is both trained and evaluated on. Examples
+    # with images are chosen by the bytes of their images alone.
     if not fraction:
         return np.zeros(table.num_rows, np.bool_)
+    starts = range(0, max(1, table.num_rows), _BLOCK)
+    keys = np.concatenate([_key_block(table.slice(k, _BLOCK)) for k in starts])
     # 53 bits, which a float64 holds exactly.
-    return (hash_examples(table) >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
+    return (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
+
+
+def _key_block(table: pa.Table) -> UInt64[np.ndarray, " examples"]:
+    keys, has_image = hash_images(table)
+    if not has_image.all():
+        keys = np.where(has_image, keys, _hash_block(without_hashes(table)))
+    return keys
 
 
 def hash_examples(table: pa.Table) -> UInt64[np.ndarray, " examples"]:
@@ -45,7 +61,7 @@ def hash_examples(table: pa.Table) -> UInt64[np.ndarray, " examples"]:
 def _hash_block(table: pa.Table) -> UInt64[np.ndarray, " examples"]:
     keys = np.zeros(table.num_rows, np.uint64)
     for name in sorted(table.column_names):
-        keys = hash_key(keys, _hash_bytes(name.encode()), _hash_column(table.column(name)))
+        keys = hash_key(keys, hash_bytes(name.encode()), _hash_column(table.column(name)))
     return keys
 
 
@@ -65,9 +81,10 @@ def part_of_split(
     if by != "example" and by not in table.column_names:
         raise ArgumentError(
             f"heldout_by={by!r} is not a column of {name}, expected 'example', 'client' for files "
-            f"with clients, or one of {', '.join(map(repr, table.column_names))}."
+            f"with clients, or one of {', '.join(map(repr, visible(table.column_names)))}."
         )
-    columns = [c for c in table.column_names if c != added] if by == "example" else [by]
+    chosen = {*table.column_names} - {added} if by == "example" else {by, hash_column(by)}
+    columns = [name for name in table.column_names if name in chosen]
     is_held_out = held_out(table.select(columns), options.heldout_fraction)
     return table.filter(pa.array(is_held_out == (split != "train")))
 
@@ -90,14 +107,14 @@ def _hash_column(column: Any) -> UInt64[np.ndarray, " examples"]:
     data = np.ma.getdata(values)
     if data.ndim > 1:
         rows = np.ascontiguousarray(data.reshape(len(data), -1))
-        keys = np.array([_hash_bytes(row.tobytes()) for row in rows], np.uint64)
+        keys = np.array([hash_bytes(row.tobytes()) for row in rows], np.uint64)
     elif data.dtype.kind == "O":
         known: dict[Any, int] = {}
         keys = np.zeros(len(data), np.uint64)
         for row, value in enumerate(data):
             content = _content(value)
             if content not in known:
-                known[content] = _hash_bytes(content)
+                known[content] = hash_bytes(content)
             keys[row] = known[content]
     elif data.dtype.kind == "f":  # 3.0 in a file of floats and 3 in one of integers are equal
         keys = data.astype(np.float64).view(np.uint64)
@@ -108,7 +125,7 @@ def _hash_column(column: Any) -> UInt64[np.ndarray, " examples"]:
         keys[large] = data[large].astype(np.int64).view(np.uint64)
     else:
         keys = data.astype(np.int64).view(np.uint64)
-    return np.where(mask, np.uint64(_hash_bytes(b"missing")), keys)
+    return np.where(mask, np.uint64(hash_bytes(b"missing")), keys)
 
 
 def _hash_texts(column: Any) -> UInt64[np.ndarray, " examples"]:
@@ -116,8 +133,8 @@ def _hash_texts(column: Any) -> UInt64[np.ndarray, " examples"]:
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()
     texts = column.dictionary.cast(pa.large_binary()).to_pylist()
-    keys = [_hash_bytes(b"missing" if text is None else text) for text in texts]
-    keys.append(_hash_bytes(b"missing"))
+    keys = [hash_bytes(b"missing" if text is None else text) for text in texts]
+    keys.append(hash_bytes(b"missing"))
     codes = column.indices.fill_null(len(texts)).to_numpy()
     of_rows: UInt64[np.ndarray, " examples"] = np.array(keys, np.uint64)[codes]
     return of_rows
@@ -134,10 +151,6 @@ def _content(value: Any) -> bytes:
     if isinstance(value, np.ndarray):
         value = value.tolist()
     return json.dumps(value, sort_keys=True, default=str).encode()
-
-
-def _hash_bytes(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 # Clients made by a partition, for files that have none or whose clients it replaces.
@@ -205,7 +218,7 @@ def check_partition(columns: Sequence[str], options: LoadOptions) -> _Division:
 
 def add_partition(table: pa.Table, options: LoadOptions) -> pa.Table:
     """Add the column of clients that a partition makes: the numbers from 0."""
-    kind, num_clients, parameter = check_partition(table.column_names, options)
+    kind, num_clients, parameter = check_partition(visible(table.column_names), options)
     labels = np.zeros(table.num_rows, np.int64)
     if kind.by_label:
         labels = _numbered(table.column(options.label))
@@ -219,7 +232,7 @@ def partition_prepared(source: TableSource, options: LoadOptions) -> TableSource
     """Add the clients of a partition to a prepared folder's source, as a column."""
     # The examples keep their order. The partition replaces the clients that `prepare` named by
     # files; a client that the files have remains a column.
-    table = source.table.drop_columns([CLIENT]) if source.client == CLIENT else source.table
+    table = source.stored.drop_columns([CLIENT]) if source.client == CLIENT else source.stored
     table = add_partition(table, options._replace(label=source.label))
     return TableSource(source.name, source.folder, table, client=CLIENT, label=source.label)
 

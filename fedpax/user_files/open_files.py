@@ -3,7 +3,8 @@
 import logging
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from fedpax.user_files.columns import (
 from fedpax.user_files.finding import CLIENT, check_copy, check_memory
 from fedpax.user_files.formats import LoadOptions, ReadOptions
 from fedpax.user_files.held_out import add_partition, check_any, part_of_split, partition_prepared
+from fedpax.user_files.image_hashes import is_hash
 from fedpax.user_files.prepared import open_prepared, prepared_folder
-from fedpax.user_files.read_table import conform, read_table, unify
-from fedpax.user_files.readers.image_files import decode_features
+from fedpax.user_files.read_table import check_resized, conform, read_table, unify
+from fedpax.user_files.readers.image_files import decode_features, describe_read
 from fedpax.user_files.selection import (
     Selection,
     add_path_columns,
@@ -48,7 +50,7 @@ def open_files(files: Any, options: LoadOptions) -> TableSource:
         if options.partition is None:
             return source
         check_copy(source.name, source.table.nbytes)
-        return sort_by_client(source.name, folder, source.table, source.client, source.label)
+        return sort_by_client(source.name, folder, source.stored, source.client, source.label)
     if isinstance(files, Mapping) and any(map(_is_data_set, files.values())):  # a DatasetDict
         if options.split not in files:
             raise ArgumentError(
@@ -57,15 +59,19 @@ def open_files(files: Any, options: LoadOptions) -> TableSource:
                 f"split={next(iter(files))!r}."
             )
         files, options = files[options.split], options._replace(split=None)
-    if (table := memory_table(files, options.columns)) is not None:
+    read = Counter[str]()
+    if (table := memory_table(files, options, read)) is not None:
         check_split("the table", options)
-        return _make_source("the table", Path(), table, options, options.client)
-    selected = select_files(files, options)
-    table, client = _read(selected, options)
-    if selected.names_split:
-        options = options._replace(heldout_fraction=0.0)
-    folder = Path(selected.groups[0][0].path).parent
-    return _make_source(selected.name, folder, table, options, client)
+        source = _make_source("the table", Path(), table, options, options.client)
+    else:
+        selected = select_files(files, options, read)
+        table, client = _read(selected, options)
+        if selected.names_split:
+            options = options._replace(heldout_fraction=0.0)
+        folder = Path(selected.groups[0][0].path).parent
+        source = _make_source(selected.name, folder, table, options, client)
+    source.notes = tuple(describe_read(read))
+    return source
 
 
 def open_in_order(folder: Path, options: LoadOptions) -> TableSource:
@@ -79,6 +85,7 @@ def open_in_order(folder: Path, options: LoadOptions) -> TableSource:
             f"client out, or prepare the files again with client={client!r}."
         )
     _check_texts(str(folder), source.table, options)
+    check_resized(str(folder), source.table.schema, options)
     if options.heldout_fraction:
         raise ArgumentError(
             f"heldout_fraction={options.heldout_fraction} would copy the folder {folder}, expected "
@@ -129,6 +136,7 @@ def _make_source(
         table, client = add_partition(table, options), CLIENT
         added = CLIENT
     check_columns(table.column_names, {"client": client, "label": options.label}, name)
+    check_resized(name, table.schema, options)
     table = part_of_split(name, table, options, client, added)
     check_any(name, table, options)
     return sort_by_client(name, folder, table, client, options.label)
@@ -219,7 +227,7 @@ def _wide_texts(table: pa.Table) -> pa.Table:
 
 
 # memory_table: tables and arrays in Python as Arrow tables; their libraries are not imported.
-def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
+def memory_table(data: Any, options: LoadOptions, read: Counter[str]) -> pa.Table | None:
     """Return a table that is in memory, or None if `data` is something else, such as paths."""
     if isinstance(data, Mapping):
         table = pa.table({name: _to_arrow(name, values) for name, values in data.items()})
@@ -235,6 +243,7 @@ def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
             f"The table has several columns named {twice[0]!r}, expected different names. Rename "
             "them."
         )
+    columns = tuple(options.columns)
     if missing := [name for name in columns if name not in table.column_names]:
         raise ArgumentError(
             f"columns has {missing[0]!r}, expected names among "
@@ -242,8 +251,10 @@ def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
         )
     if not table.num_rows:
         raise ArgumentError("The table has no examples, expected at least one. Pass another one.")
-    table = plain_types(decode_features(table, ReadOptions(tuple(columns), {}, None)))
-    table = table.select(list(columns) or [n for n in names if not is_pandas_index(n)])
+    how = ReadOptions(columns, {}, None, options.image_size, image=options.image, read=read)
+    table = plain_types(decode_features(table, how))
+    chosen = columns or [n for n in names if not is_pandas_index(n)]
+    table = table.select([*chosen, *filter(is_hash, table.column_names)])
     return table.replace_schema_metadata(None)
 
 

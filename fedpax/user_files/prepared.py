@@ -21,7 +21,7 @@ from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 from fedpax.files import read_json
 from fedpax.path_patterns import expand_home
-from fedpax.user_files.columns import is_scalar, numpy_dtype, to_numpy
+from fedpax.user_files.columns import are_images, is_scalar, numpy_dtype, to_numpy
 from fedpax.user_files.finding import is_url
 from fedpax.user_files.folders import PREPARED
 from fedpax.user_files.gathering import Records
@@ -30,6 +30,7 @@ from fedpax.user_files.table_source import ClientNames, TableSource
 
 EXAMPLES, CLIENTS = "examples.arrow", "clients.arrow"
 _FORMAT = 1
+_HASHES = "image_hashes"  # in prepared.json: images that were encoded have their hashes
 _BATCH_BYTES = 1 << 25
 _BATCH_ROWS = 1 << 17
 _SHARD = re.compile(r"shard-\d+")
@@ -83,7 +84,7 @@ def write_prepared(
 
 def encode_about(about: dict[str, Any]) -> str:
     """Return the content of prepared.json."""
-    return json.dumps({"format": _FORMAT, **about}, indent=1) + "\n"
+    return json.dumps({"format": _FORMAT, _HASHES: True, **about}, indent=1) + "\n"
 
 
 class _ClientIndex:
@@ -141,7 +142,18 @@ def open_prepared(folder: Path, label: str | None = None) -> TableSource:
         client_names=None if part.names is None else ClientNames(part.names),
         label=label or about.get("label"),
         records=part.records,
+        notes=_note_version(folder, about, part.table.schema),
     )
+
+
+def _note_version(folder: Path, about: dict[str, Any], schema: pa.Schema) -> list[str]:
+    """Tell of images whose hashes an earlier version has not kept."""
+    if _HASHES in about or not any(map(are_images, schema.types)):
+        return []
+    return [
+        f"{folder} was prepared by an earlier version: a held-out share of its images is chosen by "
+        "their pixels and is not the one of the files. Prepare the files again"
+    ]
 
 
 class _PreparedPart(NamedTuple):

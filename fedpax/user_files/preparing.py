@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -18,6 +19,7 @@ from fedpax.path_patterns import expand_home
 from fedpax.user_files.finding import estimate_bytes, is_url
 from fedpax.user_files.formats import BadRows, LoadOptions, TypeChangedError
 from fedpax.user_files.prepared import open_prepared, write_prepared
+from fedpax.user_files.readers.image_files import describe_read
 from fedpax.user_files.reading import Reading
 from fedpax.user_files.selection import select_files
 from fedpax.user_files.sorting import MEMORY, sort_tables
@@ -67,7 +69,8 @@ def prepare_files(
             "memory-mapped. Prepare to a local disk, and copy the folder."
         )
     out = new_folder(out)
-    selected = select_files(files, options)
+    read = Counter[str]()
+    selected = select_files(files, options, read)
     bad_rows = BadRows() if on_bad_row == "skip" else None
     reading = Reading(selected, options, bad_rows)
     reading.read_schema(first_part=True)
@@ -84,7 +87,9 @@ def prepare_files(
             raise _no_space(out.parent, needed) from error
     reading.log_without_examples()
     bad = bad_rows or BadRows()
-    return Prepared(open_prepared(out), bad.count, bad.first)
+    source = open_prepared(out)
+    source.notes = (*source.notes, *describe_read(read))
+    return Prepared(source, bad.count, bad.first)
 
 
 def check_arguments(on_bad_row: str, memory: str | None) -> None:

@@ -7,9 +7,10 @@ import numpy as np
 import pyarrow as pa
 
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import array_to_arrow, plain_types, to_numpy
+from fedpax.user_files.columns import are_images, array_to_arrow, plain_types, to_numpy
 from fedpax.user_files.finding import CLIENT, DataFile
 from fedpax.user_files.formats import (
+    LoadOptions,
     ReadOptions,
     describe_contents,
     find_reader,
@@ -17,6 +18,7 @@ from fedpax.user_files.formats import (
     is_image,
     varies,
 )
+from fedpax.user_files.image_hashes import is_hash, visible
 from fedpax.user_files.readers.image_files import decode_features
 
 
@@ -25,7 +27,7 @@ def read_table(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
     reader = find_reader(files[0])
     with _named(files[0]):
         table = reader(files if is_image(files[0]) else files[0], options)
-        table = plain_types(decode_features(table, options))
+        table = plain_types(decode_features(table, options, files[0].path))
     return _check_columns(files[0], table, options)
 
 
@@ -36,14 +38,15 @@ def stream_tables(files: Sequence[DataFile], options: ReadOptions) -> Iterator[p
         yield read_table(files, options)
         return
     parts = iter(stream(files[0], options))
-    is_empty = True
+    is_empty, first_row = True, 0
     while True:
         with _named(files[0]):
             table = next(parts, None)
             if table is None:
                 break
-            table = plain_types(decode_features(table, options))
-        is_empty = False
+            rows = table.num_rows
+            table = plain_types(decode_features(table, options, files[0].path, first_row))
+        is_empty, first_row = False, first_row + rows
         yield _check_columns(files[0], table, options)
     if is_empty:  # no examples, but columns
         yield read_table(files, options)
@@ -71,7 +74,7 @@ def _named(file: DataFile) -> Iterator[None]:
 
 def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.Table:
     """Select the columns, and give them the types that were asked for."""
-    names: Sequence[str] = table.column_names
+    names: Sequence[str] = visible(table.column_names)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         remedy = "Rename them in the file."
         if not twice[0]:
@@ -90,7 +93,7 @@ def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.
     wanted = [c for c in options.columns if c in names] if options.columns else names
     if has_own_clients(table.schema) and CLIENT not in wanted:
         wanted = [*wanted, CLIENT]
-    table = table.select(wanted)
+    table = table.select([*wanted, *filter(is_hash, table.column_names)])
     for name, data_type in options.types.items():
         column = table.column(name) if name in table.column_names else None
         if column is not None:
@@ -154,9 +157,9 @@ def unify(
     together = schemas[0].remove_metadata()
     seen: dict[str, DataFile] = {name: files[0] for name in together.names}
     for file, schema in zip(files, schemas, strict=True):
-        if different := ({*schema.names} ^ {*together.names}) - {*optional}:
+        if different := {*visible({*schema.names} ^ {*together.names})} - {*optional}:
             common = [n for n in together.names if n in schema.names and n not in of_paths]
-            _check_optional(sorted(different)[0], file, files[0], together, common)
+            _check_optional(sorted(different)[0], file, files[0], together, visible(common))
         fields = {field.name: field for field in together}
         for field in schema.remove_metadata():
             known = fields.get(field.name)
@@ -187,7 +190,7 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 def _cast(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
     data_type = field.type
-    if column.type == data_type or not (_are_images(data_type) and _are_images(column.type)):
+    if column.type == data_type or not (are_images(data_type) and are_images(column.type)):
         try:
             return column.cast(data_type)
         except pa.ArrowException as error:
@@ -200,9 +203,22 @@ def _cast(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
     return pa.chunked_array([array_to_arrow(np.broadcast_to(gray, (len(gray), *data_type.shape)))])
 
 
-def _are_images(kind: pa.DataType) -> bool:
-    is_tensor = isinstance(kind, pa.FixedShapeTensorType) and kind.value_type == pa.uint8()
-    return is_tensor and len(kind.shape) == 3 and kind.shape[2] in (1, 3)
+def check_resized(name: str, schema: pa.Schema, options: LoadOptions) -> None:
+    """Raise an error for an `image_size` that changes nothing."""
+    size = options.image_size
+    if size is None or options.columns or options.image is not None:
+        return  # an experiment on images checks them itself
+    images = [field for field in schema if are_images(field.type)]
+    if tuple(size) in {tuple(field.type.shape[:2]) for field in images}:
+        return
+    has = "no encoded images"
+    if images:
+        height, width, _ = images[0].type.shape
+        has = f"{images[0].name!r} as pixels of {height} x {width}"
+    raise ArgumentError(
+        f"image_size={tuple(size)} resizes encoded images, such as PNG and JPEG, but {name} has "
+        f"{has}. Leave image_size out, or read the files of the images."
+    )
 
 
 def fits(schema: pa.Schema, together: pa.Schema) -> bool:
@@ -218,7 +234,7 @@ def _join(one: pa.DataType, two: pa.DataType) -> pa.DataType | None:
     """Return the type that holds the values of two types, or None."""
     if one == two:
         return one
-    if _are_images(one) and _are_images(two) and one.shape[:2] == two.shape[:2]:
+    if are_images(one) and are_images(two) and one.shape[:2] == two.shape[:2]:
         return one if one.shape[2] == 3 else two  # the others are gray
     try:
         schemas = [pa.schema([pa.field("", kind)]) for kind in (one, two)]

@@ -15,6 +15,7 @@ from fedpax.user_files.finding import CLIENT, DataFile
 from fedpax.user_files.formats import BadRows, LoadOptions, ReadOptions, TypeChangedError, varies
 from fedpax.user_files.held_out import part_of_split
 from fedpax.user_files.read_table import (
+    check_resized,
     conform,
     fits,
     has_own_clients,
@@ -68,6 +69,7 @@ class Reading:
     def check_columns(self) -> None:
         """Check that the files have the columns that the options name."""
         check_columns(self._names(), self._wanted(), self._name)
+        check_resized(self._name, self.schema, self._options)
 
     def _names(self) -> list[str]:
         return [*self.schema.names, *(name for name, is_seen in self._unwanted.items() if is_seen)]
@@ -143,6 +145,8 @@ class Reading:
         """Yield all parts."""
         if self.bad_rows is not None:
             self.bad_rows.clear()
+        if self._read_options.read is not None:
+            self._read_options.read.clear()
         self.without_examples = []
         for number in range(len(self.groups)):
             yield from self.group_tables(number)
@@ -157,6 +161,13 @@ class Reading:
         group, fields = self.groups[number], self.fields[number]
         row = 0
         for part in self._parts(group):
+            if len(group) > 1 and self.bad_rows is not None:  # images, without skipped ones
+                skipped = self.bad_rows.count
+                fields = [
+                    own
+                    for file, own in zip(group, self.fields[number], strict=True)
+                    if file.path not in skipped
+                ]
             table = _decode(add_path_columns(part, fields))
             if not fits(table.schema, self.schema):
                 raise TypeChangedError(group[0].path, "", None)

@@ -35,9 +35,11 @@ class Selection(NamedTuple):
 
 
 def select_files(
-    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], options: LoadOptions
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    options: LoadOptions,
+    read: Counter[str] | None = None,
 ) -> Selection:
-    """Find the files, and check the options."""
+    """Find the files, and check the options; reading them counts images in `read`."""
     if isinstance(files, str | os.PathLike):
         files = [files]
     if not isinstance(files, list | tuple) or not all(
@@ -69,6 +71,8 @@ def select_files(
         optional=tuple(options.optional_columns),
         decimal_point=options.decimal_point,
         client=options.client,
+        image=options.image,
+        read=read,
     )
     return Selection(name, _group(data_files), read_options, names_split, unwanted)
 
@@ -151,7 +155,8 @@ def _find(patterns: Sequence[str], options: LoadOptions) -> tuple[list[DataFile]
 def _group(files: Sequence[DataFile]) -> list[list[DataFile]]:
     """Put images together, which are read in parallel; every other file is alone."""
     if all(is_image(file) for file in files):
-        return [list(files[k : k + _IMAGES_AT_ONCE]) for k in range(0, len(files), _IMAGES_AT_ONCE)]
+        size = -(-len(files) // -(-len(files) // _IMAGES_AT_ONCE))  # no group is much smaller
+        return [list(files[k : k + size]) for k in range(0, len(files), size)]
     return [[file] for file in files]
 
 
@@ -188,7 +193,7 @@ def path_fields(
 
 
 def add_path_columns(table: pa.Table, fields: Fields) -> pa.Table:
-    """Add the columns that paths name to the examples of a group of files."""
+    """Add the columns that paths name to the examples of a group of files: one, or one each."""
     for name in fields[0]:
         texts = pa.array([own[name] for own in fields]).dictionary_encode()
         if len(fields) == 1:

@@ -18,6 +18,7 @@ from fedpax.sources.aligned_arrays import ReusedMemory
 from fedpax.sources.source import Source, Starts
 from fedpax.user_files.columns import to_numpy
 from fedpax.user_files.gathering import ColumnGatherer, RecordGatherer, Records, Rows
+from fedpax.user_files.image_hashes import is_hash, visible, without_hashes
 
 
 class TableSource(Source):
@@ -27,6 +28,8 @@ class TableSource(Source):
         name: what was opened, such as `"hospitals/*.csv"`.
         folder: the folder of the files.
         table: the examples, a `pyarrow.Table`.
+        stored: the same with the hashes of images, by which images are held out.
+        notes: lines on how images were read.
         fields: the names of its columns.
         client: the column that names an example's client, or None.
         client_starts: index of each client's first example, and at the end the number of examples,
@@ -46,7 +49,10 @@ class TableSource(Source):
         client_names: Sequence[Any] | None = None,
         label: str | None = None,
         records: Sequence[Records] = (),
+        notes: Sequence[str] = (),
     ) -> None:
+        self.stored, self.notes = table, tuple(notes)
+        table = without_hashes(table)
         super().__init__(name, folder, table, client_starts)
         self.table = table
         self.fields = tuple(table.column_names)
@@ -116,15 +122,17 @@ class TableSource(Source):
         """Return the source with some of its columns and those of client and label."""
         check_columns(self.fields, {f"columns[{k}]": c for k, c in enumerate(columns)}, self.name)
         kept = [*dict.fromkeys([*columns, self.client, self.label])]
+        hashes = filter(is_hash, self.stored.column_names)
         return TableSource(
             self.name,
             self.folder,
-            self.table.select([name for name in kept if name is not None]),
+            self.stored.select([*(name for name in kept if name is not None), *hashes]),
             client=self.client,
             client_starts=self.client_starts,
             client_names=self.client_names,
             label=self.label,
             records=self._records,
+            notes=self.notes,
         )
 
     def client_table(self, client: int) -> pa.Table:
@@ -234,6 +242,7 @@ _REMEDIES = {"client": " Name one of them, or set client=None: each file is then
 
 def check_columns(fields: Sequence[str], wanted: Mapping[str, str | None], name: str) -> None:
     """Check that a table has columns."""
+    fields = visible(fields)
     for argument, column in wanted.items():
         if column is not None and column not in fields:
             raise ArgumentError(

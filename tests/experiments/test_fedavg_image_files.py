@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from fedpax.data import prepare
 from fedpax.experiments.fedavg_image_files import (
     FedAvgImageFiles,
     ImagesConfig,
@@ -49,7 +50,9 @@ def make(folder: Path, **data: Any) -> FedAvgImageFiles:
     files = (f"{folder}/{{client}}/{{label}}/*.png",)
     return dataclasses.replace(
         base,
-        data=ImagesConfig(files=files, **{"image_size": (8, 8), "heldout_fraction": 0.3, **data}),
+        data=ImagesConfig(
+            **{"files": files, "image_size": (8, 8), "heldout_fraction": 0.3, **data}
+        ),
         filters=(4, 4),
         hidden_dim=8,
         cohort=dataclasses.replace(base.cohort, batch_size=4),
@@ -139,6 +142,41 @@ def test_channels_are_converted_as_pillow_does(photos: Path) -> None:
 def test_columns_state_the_classes_alone(columns: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"--data\.columns 'label=category\(A\|B\)'"):
         ImagesConfig(columns=columns)
+
+
+def test_held_out_images_are_the_same_for_other_clients_and_sizes(
+    photos: Path, tmp_path: Path
+) -> None:
+    """An evaluation with another placeholder or size measured images that were trained on."""
+
+    def heldout(**data: Any) -> set[bytes]:
+        experiment = make(photos, **data)
+        return {x.tobytes() for x in experiment.images[experiment.opened.heldout]}
+
+    expected = heldout()
+    other = (f"{photos}/{{label}}/{{client}}/*.png",)
+    assert expected == heldout(files=other, label="client", client="label")
+    sizes = [make(photos, image_size=size).opened.heldout for size in ((8, 8), (5, 3))]
+    np.testing.assert_array_equal(*sizes)
+    pattern = f"{photos}/{{client}}/{{label}}/*.png"
+    prepare(pattern, tmp_path / "out", label="label", image_size=(8, 8))
+    assert expected == heldout(files=(f"{tmp_path}/out",))
+
+
+def test_a_model_of_an_older_version_tells_of_its_held_out_images(
+    photos: Path, tmp_path: Path
+) -> None:
+    make(photos).write_inputs(tmp_path)
+    (path,) = tmp_path.iterdir()
+    for is_old in (False, True):
+        if is_old:
+            content = json.loads(path.read_text())
+            del content["held_out_by"]
+            path.write_text(json.dumps(content))
+        again = make(photos)
+        again.read_inputs(tmp_path)
+        told = "were trained on" in " ".join(again.build().cautions)
+        assert told == is_old
 
 
 def test_a_folder_of_an_older_version_states_no_classes(photos: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +26,10 @@ from fedpax.user_files.columns import check_client_type
 from fedpax.user_files.finding import CLIENT, estimate_bytes
 from fedpax.user_files.formats import LoadOptions, TypeChangedError, find_stream, is_files
 from fedpax.user_files.held_out import add_partition, check_partition
+from fedpax.user_files.image_hashes import visible
 from fedpax.user_files.open_files import open_in_order
 from fedpax.user_files.prepared import prepared_folder
+from fedpax.user_files.readers.image_files import describe_read
 from fedpax.user_files.reading import Reading
 from fedpax.user_files.selection import select_files
 from fedpax.user_files.sorting import connect, restore, store, stored_schema
@@ -52,6 +55,7 @@ class Survey(NamedTuple):
     # The distinct labels, and (client, label, number of examples) of those that occur together.
     labels: pa.ChunkedArray | None
     pairs: Int64[np.ndarray, "3 pairs"] | None
+    notes: tuple[str, ...] = ()  # on how images were read
 
 
 def is_large(files: Any, options: LoadOptions) -> bool:
@@ -70,7 +74,8 @@ def survey_files(files: Any, options: LoadOptions, max_labels: int) -> Survey:
     # A label with more than `max_labels` distinct values is not counted by client.
     if isinstance(files, str) and (folder := prepared_folder(files, options.split)):
         return _survey_folder(open_in_order(folder, options), max_labels)
-    selected = select_files(files, options)
+    read = Counter[str]()
+    selected = select_files(files, options, read)
     reading = Reading(selected, options, None)
     reading.read_schema(first_part=True)
     reading.check_columns()
@@ -82,11 +87,12 @@ def survey_files(files: Any, options: LoadOptions, max_labels: int) -> Survey:
             f"{selected.name} has no examples, expected at least one. Name other files."
         )
     reading.log_without_examples()
-    schema, client, label = reading.schema, reading.client, options.label
+    schema = pa.schema([reading.schema.field(name) for name in visible(reading.schema.names)])
+    client, label = reading.client, options.label
     summaries = counts.summaries(schema)
     survey = Survey(
         selected.name, counts.num_examples, schema, summaries, label, client, None,
-        np.zeros(0, np.int64), None, None,
+        np.zeros(0, np.int64), None, None, tuple(describe_read(read)),
     )  # fmt: skip
     if client is None and options.partition is None:
         return survey
@@ -185,7 +191,7 @@ def _repeat(reading: Reading, use: Any) -> Any:
 
 def _count_columns(reading: Reading) -> _Counts:
     """Count the missing and distinct values of each column."""
-    schema = reading.schema
+    schema = pa.schema([reading.schema.field(name) for name in visible(reading.schema.names)])
     counted = [field for field in schema if is_counted(field.type)]
     examples, missing = 0, dict.fromkeys(schema.names, 0)
     ends: dict[str, list[pa.Array]] = {}

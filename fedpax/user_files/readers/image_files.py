@@ -1,20 +1,33 @@
-"""read_images: image files and encoded images as arrays of uint8, decoded by Pillow."""
+"""read_images and decode_column: encoded images as arrays of uint8, decoded by Pillow.
 
+Files, members of a tar and columns of bytes are decoded alike. An image beside its hash is a row.
+"""
+
+import contextlib
 import io
 import json
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from jaxtyping import UInt8
 from PIL import Image
 
+from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 from fedpax.user_files.columns import array_to_arrow
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions
+from fedpax.user_files.image_hashes import (
+    can_be_encoded,
+    encoded_values,
+    has_encoded_images,
+    hash_bytes,
+    hash_column,
+)
 
 IMAGE = "image"
 """The column of the image that is read from a file."""
@@ -25,38 +38,128 @@ _DEEP = ("I", "F", "I;16", "I;16B", "I;16L")  # more than 8 bits, which uint8 wo
 
 def read_images(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
     """Read each file as an example, `image`: uint8 `[examples, height, width, channels]`."""
-    return pa.table({IMAGE: decode_images(files, [file.path for file in files], options)})
+    paths = [file.path for file in files]
+    images = decode_images(files, paths, paths, options)
+    return pa.table({IMAGE: images.pixels, hash_column(IMAGE): images.hashes})
+
+
+class Images(NamedTuple):
+    """Decoded images."""
+
+    rows: list[int]  # the places of the images that are not skipped
+    pixels: pa.Array  # tensors
+    hashes: pa.Array
+
+    def put(self, table: pa.Table, column: str) -> pa.Table:
+        """Set a column, with its hashes, in the rows that are not skipped."""
+        if len(self.rows) < table.num_rows:
+            table = table.take(pa.array(self.rows, pa.int64()))
+        for name, values in {column: self.pixels, hash_column(column): self.hashes}.items():
+            place = table.schema.get_field_index(name)
+            if place < 0:
+                table = table.append_column(name, values)
+            else:
+                table = table.set_column(place, name, values)
+        return table
+
+
+class _Decoded(NamedTuple):
+    """A decoded image, and what was changed in it."""
+
+    pixels: UInt8[np.ndarray, "height width channels"]
+    key: int  # its hash
+    changes: tuple[str, ...]
+
+
+class _Failure(NamedTuple):
+    """Why an image cannot be read, and how to mend it."""
+
+    reason: str
+    remedy: str = "Copy it again"
+
+
+def _decode(source: bytes | DataFile | None, size: tuple[int, int] | None) -> _Decoded | _Failure:
+    """Decode an image, gray or RGB, and resize it."""
+    if isinstance(source, DataFile):
+        with source.open() as opened:
+            content: bytes | None = opened.read()
+    else:
+        content = source
+    if content is None:
+        return _Failure("it has no bytes", "Fill it in, embed images that are paths")
+    try:
+        with Image.open(io.BytesIO(content)) as encoded:
+            if encoded.mode in _DEEP:
+                return _Failure(
+                    f"its pixels have more than 8 bits (mode {encoded.mode}), expected 0 to 255",
+                    "Scale them to 8 bits, save the arrays as .npz",
+                )
+            gray = encoded.mode in _GRAY
+            changes = ["gray" if gray else "RGB"]
+            changes += ["alpha"] * encoded.has_transparency_data
+            image = encoded.convert("L" if gray else "RGB")
+            with contextlib.suppress(Exception):  # of damaged frames that are not read
+                changes += ["frames"] * (getattr(encoded, "n_frames", 1) > 1)
+    except Image.UnidentifiedImageError:
+        return _Failure("it begins like no format of images")
+    except Exception as error:  # parsers of damaged files raise errors of many types
+        return _Failure(" ".join(str(error).split()).rstrip(".") or "it is damaged")
+    if size is not None:
+        height, width = size
+        changes += ["stretched"] * (image.width * height != image.height * width)
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    pixels = np.asarray(image)
+    return _Decoded(pixels[..., None] if gray else pixels, hash_bytes(content), tuple(changes))
 
 
 def decode_images(
-    contents: Sequence[bytes | DataFile], names: Sequence[str], options: ReadOptions
-) -> pa.Array:
-    """Decode images on all cores."""
-
-    def decode(content: bytes | DataFile, name: str) -> UInt8[np.ndarray, "..."]:
-        stream = content.open() if isinstance(content, DataFile) else io.BytesIO(content)
-        try:
-            with stream, Image.open(stream) as encoded:
-                if encoded.mode in _DEEP:
-                    raise ArgumentError(
-                        f"{name} has pixels of more than 8 bits (mode {encoded.mode}), expected 0 "
-                        "to 255. Scale them to 8 bits, or save the arrays as .npz"
-                    )
-                gray = encoded.mode in _GRAY
-                image = encoded.convert("L" if gray else "RGB")
-                if options.image_size is not None:
-                    height, width = options.image_size
-                    image = image.resize((width, height), Image.Resampling.BILINEAR)
-                pixels = np.asarray(image)
-        except PermissionError:
-            raise
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ArgumentError(f"{name} is not a readable image: {error}") from error
-        return pixels[..., None] if gray else pixels
-
+    contents: Sequence[bytes | DataFile | None],
+    names: Sequence[str],
+    files: Sequence[str],
+    options: ReadOptions,
+) -> Images:
+    """Decode images on all cores; `names` are in errors, `files` in the counts of skipped rows."""
     with ThreadPoolExecutor() as pool:
-        images = list(pool.map(decode, contents, names))
-    if len({image.shape[-1] for image in images}) > 1:  # some are gray
+        results = list(pool.map(lambda content: _decode(content, options.image_size), contents))
+    failed = {k: result for k, result in enumerate(results) if isinstance(result, _Failure)}
+    whole = {k: result for k, result in enumerate(results) if isinstance(result, _Decoded)}
+    if failed and (options.bad_rows is None or (not whole and options.image_size is None)):
+        raise ArgumentError(_describe_failures(failed, names))
+    for k, failure in failed.items():
+        assert options.bad_rows is not None
+        row = "" if names[k] == files[k] else f"{names[k]}: "
+        options.bad_rows.skip(files[k], f"{row}{failure.reason}")
+    if options.read is not None:
+        options.read.update(change for image in whole.values() for change in image.changes)
+    hashes = pa.array([image.key for image in whole.values()], pa.uint64())
+    if not whole:  # of unknown channels: gray images become those of others
+        none = np.zeros((0, *(options.image_size or ()), 1), np.uint8)
+        return Images([], array_to_arrow(none), hashes)
+    pixels = _stack([image.pixels for image in whole.values()], [names[k] for k in whole])
+    return Images([*whole], pixels, hashes)
+
+
+_MOST_NAMES = 5  # of images in an error
+
+
+def _describe_failures(failed: dict[int, _Failure], names: Sequence[str]) -> str:
+    """Return an error for the images that cannot be read: the first ones, and how many more."""
+    (first, failure), *others = failed.items()
+    text = f"{names[first]} is not a readable image: {failure.reason}"
+    if others:
+        shown = ", ".join(names[k] for k, _ in others[: _MOST_NAMES - 1])
+        more = len(others) - (_MOST_NAMES - 1)
+        text += (
+            f". Of the {len(names):,} images read together, {count_of(len(others), 'other')} "
+            f"cannot be read: {shown}{f' and {more:,} more' if more > 0 else ''}"
+        )
+    skip = "`fedpax prepare` does with --on_bad_row=skip"
+    return f"{text}. {failure.remedy}, or leave it out: {skip}"
+
+
+def _stack(images: Sequence[UInt8[np.ndarray, "..."]], names: Sequence[str]) -> pa.Array:
+    """Return images of one size as a tensor; gray ones become RGB if others are."""
+    if len({image.shape[-1] for image in images}) > 1:
         images = [np.broadcast_to(image, (*image.shape[:2], 3)) for image in images]
     shapes: dict[tuple[int, ...], str] = {}
     for image, name in zip(images, names, strict=True):
@@ -70,32 +173,59 @@ def decode_images(
     return array_to_arrow(np.stack(images))
 
 
-def decode_column(column: Any, options: ReadOptions) -> Any:
-    """Decode Hugging Face's feature Image, structures of `bytes` and `path`."""
-    encoded = [value and value["bytes"] for value in column.to_pylist()]
-    if not encoded:
-        raise ArgumentError("it has no examples")
-    if None in encoded:
-        raise ArgumentError(
-            f"image {encoded.index(None)} is missing, or a path without its bytes, expected every "
-            "image in the file. Embed the images when the data set is saved, or leave the column "
-            "out with columns="
-        )
-    return decode_images(encoded, [f"image {n}" for n in range(len(encoded))], options)
+def describe_read(read: Counter[str]) -> list[str]:
+    """Return lines on what was changed in images."""
+    notes = [
+        f"{count_of(read[change], 'image')} {text}"
+        for change, text in _CHANGES.items()
+        if read[change]
+    ]
+    if read["gray"] and read["RGB"]:
+        total = read["gray"] + read["RGB"]
+        notes.append(f"{count_of(read['gray'], 'gray image')} of {total:,}: all become RGB")
+    return notes
 
 
-# decode_features: Hugging Face's features in Arrow tables, images and arrays of one shape.
-def decode_features(table: pa.Table, options: ReadOptions) -> pa.Table:
-    """Decode the columns that the schema's metadata calls images or arrays; others stay."""
-    for name, feature in _features(table.schema).items():
-        if options.columns and name not in options.columns:
+_CHANGES = {
+    "alpha": "with alpha: alpha is dropped",
+    "frames": "with several frames: the first is read",
+    "stretched": "of another ratio of height and width than image_size: stretched",
+}
+
+
+# decode_features: columns of encoded images, and Hugging Face's arrays of one shape.
+def decode_features(
+    table: pa.Table, options: ReadOptions, file: str = "the table", first_row: int = 0
+) -> pa.Table:
+    """Decode the columns of images and of arrays that Hugging Face's metadata names; others stay.
+
+    With `image_size`, any column of encoded images is decoded, unless its type is stated.
+    """
+    features = _features(table.schema)
+    for name in options.columns or table.column_names:
+        if table.column_names.count(name) != 1:  # an error tells it later
             continue
-        position, column = table.column_names.index(name), table.column(name)
-        if feature["_type"] == "Image" and pa.types.is_struct(column.type):
-            table = table.set_column(position, name, decode_column(column, options))
+        column, feature = table.column(name), features.get(name, {"_type": ""})
+        if can_be_encoded(column.type) and name not in options.types:
+            is_image = feature["_type"] == "Image" or name == options.image
+            resizes = options.image_size is not None
+            if is_image or (resizes and has_encoded_images(column)):
+                table = _decode_column(table, name, options, file, first_row)
         elif feature["_type"] in _ARRAYS and None not in feature["shape"]:
+            position = table.column_names.index(name)
             table = table.set_column(position, name, _to_tensor(column, feature["shape"]))
     return table
+
+
+def _decode_column(
+    table: pa.Table, name: str, options: ReadOptions, file: str, first_row: int
+) -> pa.Table:
+    """Decode a column of encoded images."""
+    encoded = encoded_values(table.column(name))
+    if not encoded:
+        raise ArgumentError("it has no examples")
+    rows = [f"{name!r} of row {first_row + n} (counted from 0)" for n in range(len(encoded))]
+    return decode_images(encoded, rows, [file] * len(rows), options).put(table, name)
 
 
 _ARRAYS = ("Array2D", "Array3D", "Array4D", "Array5D")  # stored as lists of lists

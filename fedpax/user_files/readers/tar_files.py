@@ -15,6 +15,7 @@ from fedpax.user_files.columns import array_to_arrow
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import IMAGES, ReadOptions
 from fedpax.user_files.read_table import join_parts
+from fedpax.user_files.readers.image_files import decode_images
 
 _EXAMPLES_AT_ONCE = 1024
 _MOST_BYTES = 1 << 28  # of a part's members
@@ -44,10 +45,10 @@ def stream_tar(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
             size += len(content)
         rows.append(row)
         if len(rows) == _EXAMPLES_AT_ONCE or size >= _MOST_BYTES:
-            yield _to_table(rows, options)
+            yield _to_table(rows, file.path, options)
             rows, size = [], 0
     if rows:
-        yield _to_table(rows, options)
+        yield _to_table(rows, file.path, options)
 
 
 def _examples(file: DataFile) -> Iterator[tuple[str, dict[str, bytes]]]:
@@ -119,26 +120,21 @@ def _decode(key: str, suffix: str, content: bytes) -> dict[str, Any]:
     return {suffix: content}
 
 
-def _to_table(rows: list[dict[str, Any]], options: ReadOptions) -> pa.Table:
+def _to_table(rows: list[dict[str, Any]], path: str, options: ReadOptions) -> pa.Table:
     names = dict.fromkeys(name for row in rows for name in row)
     columns: dict[str, Any] = {}
+    images = None
     for name in names:
         values = [row.get(name) for row in rows]
-        if name == "image" and isinstance(values[0], bytes):
-            columns[name] = _images(rows, options)
-        elif all(isinstance(value, np.ndarray) for value in values):
+        if name == "image" and any(isinstance(value, bytes) for value in values):
+            keys = [repr(row["key"]) for row in rows]
+            images = decode_images(values, keys, [path] * len(rows), options)
+            values = [None] * len(rows)  # until `put`
+        if all(isinstance(value, np.ndarray) for value in values):
             columns[name] = _arrays(values)
         else:
             columns[name] = pa.array(values)
-    return pa.table(columns)
-
-
-def _images(rows: list[dict[str, Any]], options: ReadOptions) -> Any:
-    from fedpax.user_files.readers.image_files import decode_images
-
-    if missing := [row["key"] for row in rows if row.get("image") is None]:
-        raise ArgumentError(f"its example {missing[0]!r} has no image, which others have")
-    return decode_images([row["image"] for row in rows], [row["key"] for row in rows], options)
+    return pa.table(columns) if images is None else images.put(pa.table(columns), "image")
 
 
 def _arrays(values: list[Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 from pyarrow import parquet
 
 from fedpax.data import load, prepare
@@ -216,6 +216,28 @@ def test_an_image_that_is_a_path_needs_its_bytes() -> None:
     ]
     with pytest.raises(ValueError, match=r"row 0 \(counted from 0\).*it has no bytes.*embed"):
         load(pa.table({"image": values}), image_size=(2, 2))
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_images_are_turned_upright_by_exif(orientation: int) -> None:
+    """Pixels were as stored: images that a viewer shows upright were on their side."""
+    pixels = np.random.default_rng(orientation).integers(0, 256, (4, 6, 3), np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = encode(pixels, "PNG", exif=exif)
+    source = load({"image": [content]}, image_size=(6, 6))
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    resized = expected.resize((6, 6), Image.Resampling.BILINEAR)
+    np.testing.assert_array_equal(source[0]["image"], np.asarray(resized))
+    told = "1 image with an EXIF orientation: turned upright" in source.notes
+    assert told == (2 <= orientation <= 8)
+
+
+def test_damaged_exif_leaves_the_pixels(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 4, 3), np.uint8)
+    content = encode(pixels, "PNG", exif=b"Exif\0\0II*\0\xff")
+    (tmp_path / "a.png").write_bytes(content)
+    np.testing.assert_array_equal(load(tmp_path / "a.png")[0]["image"], pixels)
 
 
 Change = Callable[[np.random.Generator], bytes]

@@ -33,6 +33,16 @@ IMAGE = "image"
 """The column of the image that is read from a file."""
 
 _GRAY = ("1", "L", "LA")  # other modes become RGB
+_ORIENTATION = 0x0112  # of EXIF; 1 is upright
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 _DEEP = ("I", "F", "I;16", "I;16B", "I;16L")  # more than 8 bits, which uint8 would clip
 
 
@@ -79,7 +89,7 @@ class _Failure(NamedTuple):
 
 
 def _decode(source: bytes | DataFile | None, size: tuple[int, int] | None) -> _Decoded | _Failure:
-    """Decode an image, gray or RGB, and resize it."""
+    """Decode an image upright, gray or RGB, and resize it."""
     if isinstance(source, DataFile):
         with source.open() as opened:
             content: bytes | None = opened.read()
@@ -97,7 +107,7 @@ def _decode(source: bytes | DataFile | None, size: tuple[int, int] | None) -> _D
             gray = encoded.mode in _GRAY
             changes = ["gray" if gray else "RGB"]
             changes += ["alpha"] * encoded.has_transparency_data
-            image = encoded.convert("L" if gray else "RGB")
+            image = _turn_upright(encoded.convert("L" if gray else "RGB"), encoded, changes)
             with contextlib.suppress(Exception):  # of damaged frames that are not read
                 changes += ["frames"] * (getattr(encoded, "n_frames", 1) > 1)
     except Image.UnidentifiedImageError:
@@ -110,6 +120,17 @@ def _decode(source: bytes | DataFile | None, size: tuple[int, int] | None) -> _D
         image = image.resize((width, height), Image.Resampling.BILINEAR)
     pixels = np.asarray(image)
     return _Decoded(pixels[..., None] if gray else pixels, hash_bytes(content), tuple(changes))
+
+
+def _turn_upright(image: Image.Image, encoded: Image.Image, changes: list[str]) -> Image.Image:
+    """Turn an image by its EXIF orientation, as viewers and Hugging Face's `datasets` show it."""
+    turn = None
+    with contextlib.suppress(Exception):  # of damaged EXIF, beside whole pixels
+        turn = _TURNS.get(encoded.getexif().get(_ORIENTATION, 1))
+    if turn is None:
+        return image
+    changes.append("turned")
+    return image.transpose(turn)
 
 
 def decode_images(
@@ -187,6 +208,7 @@ def describe_read(read: Counter[str]) -> list[str]:
 
 
 _CHANGES = {
+    "turned": "with an EXIF orientation: turned upright",
     "alpha": "with alpha: alpha is dropped",
     "frames": "with several frames: the first is read",
     "stretched": "of another ratio of height and width than image_size: stretched",

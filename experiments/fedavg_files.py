@@ -32,8 +32,8 @@ from fedpax.experiments.parts.file_experiments import (
     OwnExamples,
     ServerState,
     heldout_metrics,
+    makes_own_models,
     note_training,
-    own_models,
     read_saved_inputs,
     with_own_models,
     write_saved_inputs,
@@ -186,7 +186,7 @@ class FedAvgFiles(ClientExperiment):
         run = super().at_site(clients)._replace(notes=(*self.agreed, *self.prepared.cautions))
         if not self.opened.heldout.any():
             return run
-        evaluate = functools.cache(lambda: self.evaluate_own_models(fine_tune=True))
+        evaluate = functools.cache(lambda: self.own_model_means(fine_tune=True))
         return run._replace(
             evaluate_personal=lambda state: evaluate()(state), fine_tune=self.fine_tune
         )
@@ -319,13 +319,13 @@ class FedAvgFiles(ClientExperiment):
         told = note_training(self.cohort, self.method, self.aggregator, prepared, self.opened)
         notes = (*self.opened.notes, *prepared.notes, *prepared.cautions, *told, *run.notes)
         run = run._replace(notes=notes, cautions=prepared.cautions)
-        if not own_models(self.method):
+        if not makes_own_models(self.method):
             return run
-        own = functools.cache(self.evaluate_own_by_client)
+        own = functools.cache(self.own_metrics_by_client)
         run = run._replace(evaluate_own_models=lambda state: own()(state))
         if not self.method.has_shared_model:
             run = run._replace(evaluate_clients=None)
-        return with_own_models(run, self.method, functools.cache(self.evaluate_own_models))
+        return with_own_models(run, self.method, functools.cache(self.own_model_means))
 
     @functools.cached_property
     def _own_examples(self) -> OwnExamples:
@@ -349,14 +349,14 @@ class FedAvgFiles(ClientExperiment):
         model = jax.eval_shape(self.make_model().init, jax.random.key(0))
         return OwnExamples(rounds, parts, self._read, model, multiple, with_batches=with_batches)
 
-    def evaluate_own_models(self, *, fine_tune: bool = False) -> Callable[[Any], dict[str, float]]:
+    def own_model_means(self, *, fine_tune: bool = False) -> Callable[[Any], dict[str, float]]:
         """Make the evaluation of the clients' own models, or fine-tuned ones: `state -> means`."""
         model = self.make_model()
         train_loss, loss_fn = self.make_loss(model), self._plain_loss(model)
 
         def models_of(state: Any, cohort: Cohort) -> Params:
             rate = self.client_learning_rate
-            if fine_tune and not own_models(self.method):
+            if fine_tune and not makes_own_models(self.method):
                 return fine_tuned_models(self.method, train_loss, rate, state, cohort)
             return self.method.personal_models(train_loss, rate, state, cohort)
 
@@ -370,7 +370,7 @@ class FedAvgFiles(ClientExperiment):
         total, weight = jax.tree.map(lambda *terms: sum(terms), *sums)
         return jax.tree.map(lambda x, like: (x / weight).astype(like.dtype), total, params)
 
-    def evaluate_own_by_client(self) -> Callable[[Any], ClientMetrics]:
+    def own_metrics_by_client(self) -> Callable[[Any], ClientMetrics]:
         """Make the evaluation of the clients' own models: `state -> metrics of each client`."""
         model = self.make_model()
         train_loss, names = self.make_loss(model), self._client_names

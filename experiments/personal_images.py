@@ -32,7 +32,7 @@ class PersonalImages(FedAvgImages):
     """An image classifier trained by a method for personal models.
 
     The metrics `personal_loss` and `personal_accuracy` measure the clients' own models, by
-    `evaluate_clients`. The held-out `loss` and `accuracy` measure the shared model. HypCluster
+    `own_model_means`. The held-out `loss` and `accuracy` measure the shared model. HypCluster
     has no single shared model: all of them measure the clients' models.
     """
 
@@ -40,14 +40,14 @@ class PersonalImages(FedAvgImages):
 
     def build(self) -> Run:
         """Make the run, with a model for each cluster if the method has clusters."""
-        evaluate = functools.cache(self.evaluate_clients)
-        own_by_client = functools.cache(self.evaluate_own_by_client)
+        evaluate = functools.cache(self.own_model_means)
+        own_by_client = functools.cache(self.own_metrics_by_client)
         run = super().build()._replace(evaluate_own_models=lambda state: own_by_client()(state))
         if not self.method.has_shared_model:
             run = run._replace(evaluate_clients=None)
         return with_own_models(run, self.method, evaluate)
 
-    def evaluate_clients(self) -> Callable[[Any], dict[str, float]]:
+    def own_model_means(self) -> Callable[[Any], dict[str, float]]:
         """Make the evaluation of the clients' own models, on held-out examples of their labels."""
         # The held-out examples are weighted for each client, so that every label has the share that
         # it has among the client's training examples. A client counts by the number of these. The
@@ -67,7 +67,7 @@ class PersonalImages(FedAvgImages):
             name: float(value) for name, value in evaluate(state, cohort, batches, weights).items()
         }
 
-    def evaluate_own_by_client(self) -> Callable[[Any], ClientMetrics]:
+    def own_metrics_by_client(self) -> Callable[[Any], ClientMetrics]:
         """Make the evaluation by client of the clients' own models, on the same examples."""
         cohort, batches, weights = self._own_examples
         model, rate = self.make_model(), self.client_learning_rate

@@ -237,7 +237,7 @@ class ServerState(NamedTuple):
     params: Params  # the parameters
 
 
-def own_models(method: MethodConfig) -> bool:
+def makes_own_models(method: MethodConfig) -> bool:
     """Return whether a method makes a model for each client."""
     return method.function.__name__ in MODELS
 

@@ -102,7 +102,7 @@ def test_a_shared_model_is_evaluated_on_all_labels(few_examples):
     experiment = dataclasses.replace(small(), method=FedAvg())
     run = experiment.build()
     params = random_params(run)
-    result = experiment.evaluate_clients()(ServerState(params))
+    result = experiment.own_model_means()(ServerState(params))
     check(result, by_hand(experiment, [params] * 12))
     assert (
         abs(result["accuracy"] - run.evaluate(params)["accuracy"]) < 0.1
@@ -133,7 +133,7 @@ def test_training_evaluates_the_models_that_clients_keep(tmp_path):
     experiment = dataclasses.replace(experiment, training=changed)
     outcome = train(experiment, tmp_path)
     state = experiment.build().algorithm.init(load_params(tmp_path))
-    shared = dataclasses.replace(experiment, method=FedAvg()).evaluate_clients()(state)
+    shared = dataclasses.replace(experiment, method=FedAvg()).own_model_means()(state)
     own = {name: outcome.evaluation[f"personal_{name}"] for name in shared}
     assert own["loss"] < shared["loss"]
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -172,7 +172,7 @@ def test_metrics_by_client_are_those_of_the_own_models(few_examples):
     run = experiment.build()
     state = ServerState(random_params(run))
     assert run.evaluate_own_models is not None and run.evaluate_clients is None
-    result, together = run.evaluate_own_models(state), experiment.evaluate_clients()(state)
+    result, together = run.evaluate_own_models(state), experiment.own_model_means()(state)
     assert list(result.names) == [f"client {k}" for k in range(12)]
     for name in ("loss", "accuracy"):
         mean = np.average(result.metrics[name], weights=result.num_examples)

@@ -39,7 +39,7 @@ def test_equal_to_training_on_all_files(tmp_path: Path, name: str) -> None:
     step = jax.jit(built.algorithm.round)
     for _ in range(3):
         state, _ = step(state, next(built.cohorts))
-    expected = whole.evaluate_own_models(fine_tune=True)(state)
+    expected = whole.own_model_means(fine_tune=True)(state)
     assert abs(expected["loss"] - last["loss"]) > 1e-3  # of the shared model
     for metric, value in expected.items():
         np.testing.assert_allclose(last[f"personal_{metric}"], value, rtol=0, atol=1e-5)

@@ -118,7 +118,7 @@ def partition(arguments: Sequence[str]) -> int:
     # the indices of its examples, and the label of each example or None.
     options, fields = parse("partition", arguments)
     picture = output_file("picture", options.picture, ".png")
-    experiment = configure(options.exp, fields)
+    experiment = configure(options.exp, fields, command="partition")
     read_population = getattr(experiment, "read_population", None)
     if read_population is None:
         raise UsageError(

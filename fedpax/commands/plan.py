@@ -21,6 +21,7 @@ from fedpax.run_files.paths import write_atomically
 def plan(arguments: Sequence[str]) -> int:
     """Plan an experiment, print the report, and write the files that the flags name."""
     options, fields = parse("plan", arguments)
+    experiment = configure(options.exp, fields, command="plan")
     if not options.topology:
         raise UsageError(
             "--topology is missing, expected the devices to plan for. Set for example "
@@ -39,7 +40,6 @@ def plan(arguments: Sequence[str]) -> int:
             f"--bandwidth={options.bandwidth:g} is the bandwidth between slices, but there is one "
             "slice. Set --slices=2 or more, or leave --bandwidth out."
         )
-    experiment = configure(options.exp, fields)
     topology = find_topology(options.topology, options.slices)
     result, run = plan_experiment(
         experiment,

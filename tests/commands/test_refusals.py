@@ -8,6 +8,7 @@ import pytest
 import fedpax
 import fedpax.data
 import fedpax.experiments
+from fedpax.commands.command_table import COMMANDS
 
 REGRESSION = "small_regression:regression"
 
@@ -159,6 +160,33 @@ def test_a_chosen_method_is_not_named_as_a_group(run: Run) -> None:
     status, output, errors = run("train", "--exp=fedavg_digits", "--job_log_dir=x", *choice)
     assert status == 2 and "--method.nu" in output + errors
     assert "set in the code" not in errors
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("--method.option=II", "--method.option is not a setting of fedavg. Set also --method=sc"),
+        (
+            "--aggregator.num_neighbors=2",
+            "of mean. Set also --aggregator=private_secure_mean or secure_mean.",
+        ),
+    ],
+)
+def test_a_setting_of_another_function_names_it(run: Run, setting: str, words: str) -> None:
+    status, _, errors = run("train", "--exp=fedavg_digits", "--job_log_dir=x", setting)
+    assert status == 2 and words in errors
+
+
+@pytest.mark.parametrize(
+    "command", [name for name, entry in COMMANDS.items() if entry.fields_of == "exp"]
+)
+def test_an_unknown_field_names_the_help_of_its_command(run: Run, command: str) -> None:
+    folder = [f"--{n}=x" for n in ("job_log_dir",) if n in COMMANDS[command].flags]
+    status, output, errors = run(command, "--exp=fedavg_digits", *folder, "--unknown=3")
+    text = " ".join((output + errors).replace("│", " ").split())
+    assert status == 2 and f"run fedpax {command} --exp=fedavg_digits" in text
+    status, output, _ = run(command, "--exp=fedavg_digits", *folder, "--help")
+    assert status == 0 and "--training.rounds" in output
 
 
 def test_multihost_without_processes_names_the_variables_to_set(run: Run, tmp_path: Path) -> None:

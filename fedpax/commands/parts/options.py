@@ -84,7 +84,7 @@ def parse_run(command: str, arguments: Sequence[str]) -> tuple[flags.FlagValues,
     """Parse the arguments of a command that runs one experiment in a folder."""
     options, fields = parse(command, arguments)
     try:
-        experiment = configure(options.exp, fields, options.job_log_dir)
+        experiment = configure(options.exp, fields, options.job_log_dir, command=command)
     except SystemExit as stop:  # tyro has printed the error: it knows the fields, not the flags
         if stop.code and (hint := did_you_mean_flag(options, fields)):
             print_error(f"fedpax:{hint}")
@@ -151,9 +151,16 @@ def output_file(flag: str, name: str | None, suffix: str = "") -> Path | None:
 
 
 def configure(
-    exp: str, overrides: Sequence[str], job_log_dir: str | Path | None = None
+    exp: str,
+    overrides: Sequence[str],
+    job_log_dir: str | Path | None = None,
+    *,
+    command: str = "train",
 ) -> Experiment:
-    """Make an experiment's configuration and override some of its fields."""
+    """Make an experiment's configuration and override some of its fields.
+
+    The `--help` of `command` shows the fields.
+    """
     if "," in exp:
         raise UsageError(
             f"--exp={exp} names several experiments, expected one. Only `fedpax compare` takes "
@@ -170,9 +177,9 @@ def configure(
             "fedpax.training.experiment.Experiment. Return one from a function without arguments."
         )
     check_is_dataclass(experiment)
-    command = f"fedpax train --exp={exp} --job_log_dir=DIR"
-    description = inspect.getdoc(function) or ""
-    return override(experiment, overrides, command, description, job_log_dir)
+    words = f"fedpax {command} --exp={exp}"
+    words += " --job_log_dir=DIR" if "job_log_dir" in COMMANDS[command].flags else ""
+    return override(experiment, overrides, words, inspect.getdoc(function) or "", job_log_dir)
 
 
 def override(
@@ -218,9 +225,8 @@ def override(
     try:
         changed = parse(experiment)
     except SystemExit as stop:
-        if stop.code and (
-            hint := describe_group(experiment, fields) or _did_you_mean_field(experiment, fields)
-        ):
+        hints = (describe_group, _other_choices, _did_you_mean_field)
+        if stop.code and (hint := next(filter(None, (h(experiment, fields) for h in hints)), "")):
             print_error(f"fedpax: {hint}")
         raise
     _check_lists_given_once(changed, fields)
@@ -299,6 +305,22 @@ def _describe_choices(name: str, value: FunctionSettings) -> str:
     return "\n".join(lines)
 
 
+def _other_choices(experiment: Experiment, overrides: Sequence[str]) -> str:
+    """Return a sentence on the first argument that is a setting of other functions alone."""
+    for word in overrides:
+        name, _, setting = word.partition("=")[0].removeprefix("--").partition(".")
+        value = _choosable(experiment).get(name)
+        if value is None or setting in _field_paths(value):
+            continue
+        chooser = value.chooser()
+        if have := [f for f in value.functions() if setting in _field_paths(chooser.of(f))]:
+            return (
+                f"--{name}.{setting} is not a setting of {value.function.__name__.strip('_')}. "
+                f"Set also --{name}={' or '.join(have)}."
+            )
+    return ""
+
+
 def describe_group(experiment: Experiment, overrides: Sequence[str]) -> str:
     """Return a sentence on the first argument that names a group of fields and not a field."""
     for word in overrides:
@@ -319,7 +341,7 @@ def describe_group(experiment: Experiment, overrides: Sequence[str]) -> str:
 def _field_paths(value: Any, prefix: str = "") -> Iterator[str]:
     """Yield the path of each field of a configuration, also of fields without a value."""
     for field in dataclasses.fields(value):
-        item = getattr(value, field.name)
+        item = getattr(value, field.name, None)
         if dataclasses.is_dataclass(item) and not isinstance(item, type):
             yield from _field_paths(item, f"{prefix}{field.name}.")
         else:

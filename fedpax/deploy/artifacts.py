@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 import fedpax
+from fedpax.deploy.encoded_values import key_implementation
 from fedpax.deploy.runtime import (
     FORMAT,
     MANIFEST,
@@ -342,7 +343,7 @@ def _num_bytes(value: Mapping[str, Any]) -> int:
 
 def _item_bytes(dtype: str) -> int:
     if dtype.startswith("key<"):
-        return int(jax.random.key(0, impl=dtype[4:-1]).dtype.itemsize)
+        return int(jax.random.key(0, impl=key_implementation(dtype)).dtype.itemsize)
     return jax.numpy.dtype(dtype).itemsize
 
 

@@ -13,6 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 _LENGTH = 8
+_KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+def key_implementation(dtype: str) -> str:
+    """Return the implementation of a dtype of random keys, such as "key<fry>"."""
+    return {str(jax.random.key(0, impl=name).dtype): name for name in _KEYS}[dtype]
 
 
 def encode_values(values: Mapping[str, Any]) -> bytes:

@@ -246,8 +246,22 @@ def without_locations(exported: jax.export.Exported) -> jax.export.Exported:
     with mlir.make_ir_context() as context:
         module = stablehlo.deserialize_portable_artifact(context, exported.mlir_module_serialized)
         passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
+        _remove_empty_meshes(module.operation)
         content = stablehlo.serialize_portable_artifact(module, target, True)
     return dataclasses.replace(exported, mlir_module_serialized=content)
+
+
+def _remove_empty_meshes(operation: Any) -> None:
+    """Remove shardings over no axes, which JAX writes for keys and other compilers do not read."""
+    for region in operation.regions:
+        for block in region.blocks:
+            for op in list(block.operations):
+                _remove_empty_meshes(op.operation)
+                if op.operation.name == "sdy.sharding_constraint" and "@empty_mesh" in str(op):
+                    op.operation.results[0].replace_all_uses_with(op.operation.operands[0])
+                    op.operation.erase()
+                elif op.operation.name == "sdy.mesh" and "@empty_mesh" in str(op):
+                    op.operation.erase()
 
 
 def reads_axis_index(jaxpr: ClosedJaxpr | None, axis_name: Any) -> bool:

@@ -290,8 +290,20 @@ def test_bad_folders_are_told_in_a_sentence(spoil, message, small):
         load(small)
 
 
-def stage_of_values(shape):
-    value = {"name": "w", "shape": shape, "dtype": "int8"}
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_are_reported_and_portable(impl, tmp_path):
+    arguments = [*three_stage_arguments()[:3], jax.random.key(3, impl=impl)]
+    artifact = export_stages(fedpax.stages(three_stages, *arguments), tmp_path / "round")
+    size = arguments[3].dtype.itemsize
+    assert f"its row  computed from key: {arguments[3].dtype}[], {size} B" in inspect_round(
+        tmp_path / "round"
+    )
+    text = artifact.exported("client_0").mlir_module()
+    assert "stablehlo." in text and "sdy." not in text  # IREE does not read JAX's shardings
+
+
+def stage_of_values(shape, dtype="int8"):
+    value = {"name": "w", "shape": shape, "dtype": dtype}
     return {kind: [value] for kind in HEADINGS.values()}
 
 
@@ -306,6 +318,7 @@ def stage_of_values(shape):
         {"platforms": 1},
         {"stages": [stage_of_values([1e400])]},
         {"stages": [stage_of_values([1.5])]},
+        {"stages": [stage_of_values([2], "key<x>")]},
     ],
     ids=lambda changes: str(changes)[:60],
 )

@@ -7,8 +7,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from fedpax.deploy.iree_check import CompilationError, check_compiled
 from fedpax.deploy.runtime import load
-from fedpax.errors import ArgumentError, FedpaxError, MissingPackageError
+from fedpax.errors import ArgumentError, MissingPackageError
 
 _TARGETS = {
     "host": ["--iree-llvmcpu-target-cpu=host"],
@@ -17,16 +18,13 @@ _TARGETS = {
 }
 
 
-class CompilationError(FedpaxError):
-    """IREE cannot compile the participant's part; the message has its error."""
-
-
 def compile_client(folder: str | Path, out: str | Path, *, target: str = "host") -> None:
     """Compile the participant's part of each stage of exported stages by IREE.
 
     Writes for each stage `client_N.vmfb`, which IREE's runtime runs on the device, and
     `client_N.json`, its messages. `fedpax.deploy.iree_client` runs them with IREE's Python runtime
-    and NumPy alone.
+    and NumPy alone. Each stage is also compiled for this machine, and its results are compared with
+    JAX's for drawn values and several numbers of steps: IREE can change a program without an error.
 
     Args:
         folder: a folder that `export_stages` wrote.
@@ -35,19 +33,21 @@ def compile_client(folder: str | Path, out: str | Path, *, target: str = "host")
 
     Raises:
         ArgumentError: the target is unknown, or `out` has files.
-        MissingPackageError: `iree-compile` is not on the path.
-        CompilationError: IREE does not have an operation of the program.
+        MissingPackageError: `iree-compile` or `iree-run-module` is not on the path.
+        CompilationError: IREE does not have an operation of the program, or the compiled program
+            does not run or differs from JAX's.
     """
     if target not in _TARGETS:
         raise ArgumentError(
             f"compile_client(): target={target!r} is unknown, expected one of {sorted(_TARGETS)}. "
             "For another device, run iree-compile on the file client_0.stablehlo."
         )
-    command = shutil.which("iree-compile")
-    if command is None:
+    compiler, runner = shutil.which("iree-compile"), shutil.which("iree-run-module")
+    if compiler is None or runner is None:
         raise MissingPackageError(
-            "compile_client() needs the command iree-compile. Install it in an environment of its "
-            "own, and add its folder to PATH: pip install iree-base-compiler==3.13.0."
+            "compile_client() needs the commands iree-compile and iree-run-module. Install them in "
+            "an environment of their own, and add its folder to PATH: pip install "
+            "iree-base-compiler==3.13.0 iree-base-runtime==3.13.0."
         )
     artifact, out = load(folder), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -58,24 +58,13 @@ def compile_client(folder: str | Path, out: str | Path, *, target: str = "host")
         for stage, messages in enumerate(artifact.manifest["stages"]):
             compiled = Path(temporary) / f"client_{stage}.vmfb"
             source = Path(folder) / f"client_{stage}.stablehlo"
-            ran = subprocess.run(
-                [
-                    command,
-                    str(source),
-                    "--iree-input-type=stablehlo",
-                    "--iree-hal-target-device=local",
-                    "--iree-hal-local-target-device-backends=llvm-cpu",
-                    *_TARGETS[target],
-                    "-o",
-                    str(compiled),
-                ],
-                capture_output=True,
-                text=True,
-            )
-            if ran.returncode:
-                raise CompilationError(
-                    f"{source} cannot be compiled by IREE for {target}: {ran.stderr.strip()[:2000]}"
-                )
+            _compile(compiler, source, target, compiled)
+            with tempfile.TemporaryDirectory() as own:
+                module = compiled
+                if target != "host":
+                    module = Path(own) / compiled.name
+                    _compile(compiler, source, "host", module)
+                check_compiled(artifact, stage, module, runner)
             about = {
                 "program": artifact.program,
                 "target": target,
@@ -89,3 +78,24 @@ def compile_client(folder: str | Path, out: str | Path, *, target: str = "host")
         out.mkdir(parents=True, exist_ok=True)
         for path in sorted(Path(temporary).iterdir()):
             shutil.copy(path, out / path.name)
+
+
+def _compile(command: str, source: Path, target: str, out: Path) -> None:
+    ran = subprocess.run(
+        [
+            command,
+            str(source),
+            "--iree-input-type=stablehlo",
+            "--iree-hal-target-device=local",
+            "--iree-hal-local-target-device-backends=llvm-cpu",
+            *_TARGETS[target],
+            "-o",
+            str(out),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    if ran.returncode:
+        raise CompilationError(
+            f"{source} cannot be compiled by IREE for {target}: {ran.stderr.strip()[:2000]}"
+        )

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -20,8 +21,8 @@ from batch_rounds import CASES
 
 import fedpax
 from fedpax.algorithms import fedavg
-from fedpax.deploy import export_stages, iree_client
-from fedpax.deploy.iree_compiler import compile_client
+from fedpax.deploy import artifacts, export_stages, iree_check, iree_client
+from fedpax.deploy.iree_compiler import CompilationError, compile_client
 
 IREE = os.environ.get("FEDPAX_IREE")
 needs_iree = pytest.mark.skipif(
@@ -209,6 +210,43 @@ def test_a_client_on_arm64_equals_jax(name, tmp_path, monkeypatch):
 
 @needs_iree
 @pytest.mark.slow
+def test_a_compiled_client_that_differs_from_jax_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", IREE, prepend=os.pathsep)
+    monkeypatch.setattr(artifacts, "with_unique_keys", lambda fn: fn)  # IREE's sort is not stable
+    export_stages(case_call("fedavg")[0], tmp_path / "round")
+    with pytest.raises(CompilationError, match=r"\['b'\] differs from JAX's by .* are 3\. "):
+        compile_client(tmp_path / "round", tmp_path / "device", target="arm64")
+    assert not (tmp_path / "device").exists()
+
+
+@needs_iree
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["three stages", "quantized"])
+def test_clients_with_keys_and_codes_are_compiled(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", IREE, prepend=os.pathsep)
+    program, state, open_clients = CASES[name]()
+    clients = open_clients()
+    data = clients.read_clients(0, clients.client_ids(0))
+    stages = fedpax.stages(program, state, data)
+    export_stages(stages, tmp_path / "round")
+    compile_client(tmp_path / "round", tmp_path / "device")  # it compares each stage with JAX
+    assert len(list((tmp_path / "device").glob("*.vmfb"))) == len(list(stages))
+
+
+@pytest.mark.parametrize(("change", "is_told"), [(1e-6, False), (1e-3, True), (np.nan, True)])
+def test_results_may_differ_by_rounding_alone(change, is_told, tmp_path, monkeypatch):
+    artifact = export_stages(case_call("fedavg")[0], tmp_path / "round")
+
+    def changed_results(command, module, values, results):
+        return [x * np.asarray(1 + change, x.dtype) for x in results]
+
+    monkeypatch.setattr(iree_check, "_run", changed_results)
+    with pytest.raises(CompilationError, match="differs") if is_told else nullcontext():
+        iree_check.check_compiled(artifact, 0, tmp_path / "client_0.vmfb", "iree-run-module")
+
+
+@needs_iree
+@pytest.mark.slow
 def test_a_client_is_compiled_for_arm64(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", IREE, prepend=os.pathsep)
     stages, _, _ = case_call("fedavg")
@@ -227,5 +265,5 @@ def test_unknown_targets_and_missing_compilers_are_told(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="target='wasm' is unknown, expected one of"):
         compile_client(tmp_path, tmp_path / "out", target="wasm")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ImportError, match="needs the command iree-compile"):
+    with pytest.raises(ImportError, match="needs the commands iree-compile and iree-run"):
         compile_client(tmp_path, tmp_path / "out")

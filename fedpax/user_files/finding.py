@@ -97,6 +97,11 @@ def find_files(patterns: Sequence[str], split: str | None) -> list[DataFile]:
     for pattern in patterns:
         matches = [file for file in _find(pattern, split) if is_url(file.path) or _is_file(file)]
         if not matches:
+            if unknown := re.findall(r"\{\w*\}", PLACEHOLDER.sub("", pattern)):
+                raise FileNotFoundError(
+                    f"No file matches {pattern!r}: {unknown[0]} is no placeholder and no name in "
+                    "the folder. Write *, or {client}, {label} or {split}, in its place."
+                )
             if missing := _missing_part(pattern):
                 raise FileNotFoundError(
                     f"No file matches {pattern!r}: there is no {missing}. Check it with ls."

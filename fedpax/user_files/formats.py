@@ -217,6 +217,7 @@ SUFFIX_REMEDIES = {
         'Rename a table to .csv, and set delimiter=. Write texts as .jsonl, one {"text": "..."} in '
         "each line",
     ),
+    **dict.fromkeys((".tif", ".tiff", ".heic", ".avif"), "Save the images as PNG or JPEG"),
     ".dta": "Read it with pandas.read_stata, and pass the table",
     ".sav": "Read it with pandas.read_spss, and pass the table",
     ".sas7bdat": "Read it with pandas.read_sas, and pass the table",

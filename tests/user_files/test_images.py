@@ -209,6 +209,26 @@ def test_damaged_images_are_told_or_skipped(
         assert np.diff(made.source.client_starts).tolist() == [29, 29]
 
 
+def test_many_damaged_images_are_counted(images: dict[str, str], tmp_path: Path) -> None:
+    for k in range(9):
+        (tmp_path / f"{k}.jpg").write_bytes(b"no image" if k else b"")
+    with pytest.raises(ValueError) as told:
+        load(tmp_path / "*.jpg", image_size=(4, 4))
+    text = str(told.value)
+    assert "0.jpg is not a readable image: it is empty. Of the 9 images read together, 8" in text
+    assert all((f"{k}.jpg" in text) == (k < 5) for k in range(9)) and "and 4 more." in text
+
+
+def test_a_name_in_braces_that_is_no_placeholder_is_told(images: dict[str, str]) -> None:
+    pattern = images["files"].replace("{client}", "{site}")
+    with pytest.raises(
+        FileNotFoundError, match=r"\{site\} is no placeholder.*Write \*, or \{client"
+    ):
+        load(pattern)
+    with pytest.raises(FileNotFoundError, match=r"\{CLIENT\} is no placeholder"):
+        load(pattern.replace("{site}", "{CLIENT}"))
+
+
 def test_an_image_that_is_a_path_needs_its_bytes() -> None:
     values = [
         {"bytes": None, "path": "a.png"},

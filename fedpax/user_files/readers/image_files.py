@@ -111,7 +111,8 @@ def _decode(source: bytes | DataFile | None, size: tuple[int, int] | None) -> _D
             with contextlib.suppress(Exception):  # of damaged frames that are not read
                 changes += ["frames"] * (getattr(encoded, "n_frames", 1) > 1)
     except Image.UnidentifiedImageError:
-        return _Failure("it begins like no format of images")
+        of_bytes = "its first bytes are of no known format of images"
+        return _Failure(of_bytes if content else "it is empty")
     except Exception as error:  # parsers of damaged files raise errors of many types
         return _Failure(" ".join(str(error).split()).rstrip(".") or "it is damaged")
     if size is not None:

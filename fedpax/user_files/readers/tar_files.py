@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import tarfile
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -37,9 +38,13 @@ def stream_tar(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
         for suffix, content in members.items():
             for name, value in _decode(key, suffix, content).items():
                 if name in row and not np.array_equal(row[name], value):
+                    remedy = f"Rename one, such as {key}.mask"
+                    if name == "label":
+                        path = shlex.quote(file.path)
+                        remedy = f"Leave one out: tar --delete --wildcards -f {path} '*.cls'"
                     raise ArgumentError(
                         f"its example {key!r} has two values of {name!r}, one of them in "
-                        f"{key}.{suffix}, expected one. Rename one, such as {key}.mask"
+                        f"{key}.{suffix}, expected one. {remedy}"
                     )
                 row[name] = value
             size += len(content)
@@ -78,7 +83,8 @@ def _examples(file: DataFile) -> Iterator[tuple[str, dict[str, bytes]]]:
                 assert content is not None  # it is a file
                 members[suffix.lower()] = content.read()
     except (tarfile.TarError, EOFError) as error:
-        raise ArgumentError(str(error)) from error
+        damaged = f"it is cut off or damaged ({error}). Copy it again"
+        raise ArgumentError(str(error) if "Copy it" in str(error) else damaged) from error
     if members:
         yield key, members
 

@@ -70,7 +70,7 @@ class StreamingRounds(Timed):
                 with jax.set_mesh(run.mesh):
                     compiled = compile_round(run, with_shardings(run.cohort_shapes, sharding))
                     if self.repetitions:
-                        state = init_state(run, compiled, seed=0)
+                        state = init_state(run, compiled.state, seed=0)
                         cohort = put_on_mesh(next(run.cohorts), sharding)
                         calls[name] = timing.repeated(compiled.round, state, cohort)
                 used: Any = compiled.round.memory_analysis()

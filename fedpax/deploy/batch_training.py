@@ -22,15 +22,13 @@ from fedpax.primitives import federated_map, federated_sum
 from fedpax.run_files.configuration import to_json, write_configuration
 from fedpax.run_files.goodput import GoodputClock
 from fedpax.run_files.metrics import MetricsWriter
-from fedpax.run_files.metrics_log import last_line
 from fedpax.run_files.paths import latest_round, resolve_job_log_dir
 from fedpax.training.client_metrics import ClientMetrics
-from fedpax.training.compiled_round import run_state_shardings, with_shardings
+from fedpax.training.compiled_round import init_state, run_state_shardings, with_shardings
 from fedpax.training.experiment import Experiment, Run, check_run
-from fedpax.training.folder_owners import JobDirLock
 from fedpax.training.logging import RoundLogger
-from fedpax.training.progress import Progress
-from fedpax.training.resume_checks import begin_from, check_configuration
+from fedpax.training.progress import open_progress
+from fedpax.training.resume_checks import begin_from, lock_run
 from fedpax.training.spikes import FiniteCheck, SpikeHistory
 from fedpax.training.tracker import track
 from fedpax.training.trainer import TrainingResult
@@ -89,8 +87,7 @@ def train_in_batches(
                 "--engine."
             )
     folder = resolve_job_log_dir(job_log_dir)
-    with JobDirLock(folder), ExitStack() as resources:
-        check_configuration(folder, experiment, exp=exp, allow_config_change=allow_config_change)
+    with lock_run(folder, experiment, exp, allow_config_change), ExitStack() as resources:
         experiment.read_inputs(folder)
         done = latest_round(folder) or 0
         if done >= training.rounds:
@@ -113,35 +110,19 @@ class _BatchLoop:
         self.experiment, self.training = experiment, experiment.training
         self.folder, self.run_rounds, self.first, self.done = folder, run_rounds, done, done
         enter = resources.enter_context
-        self.clock = enter(
-            GoodputClock(folder, after=done, last_line=lambda: last_line(folder, done))
-        )
+        self.clock = enter(GoodputClock(folder, after=done))
         self.run = self._build()
-        self.progress = enter(
-            Progress(
-                exp or type(experiment).__name__,
-                rounds_done=done,
-                rounds=self.training.rounds,
-                item_unit=self.run.item_unit,
-            )
-        )
+        self.progress = enter(open_progress(experiment, exp, done, item_unit=self.run.item_unit))
         self.tracker = enter(track(experiment, folder, exp, note=self.progress.note))
         self.checkpoints = enter(Checkpoints(folder, keep=self.training.keep_checkpoints))
         self.state, num_parameters = self._restore()
         metrics = MetricsWriter(folder, after=done, listener=self.tracker.add)
-        history = SpikeHistory(
-            metrics.kept,
-            on_spike="ignore",
-            window=self.training.spike_window,
-            deviations=self.training.spike_deviations,
-            limit=self.training.spike_limit,
-        )
         self.metrics = enter(metrics)
         self.logger = RoundLogger(
             metrics,
             self.progress,
             clock=self.clock,
-            history=history,
+            history=SpikeHistory(metrics.kept, self.training),
             items_per_round=self.run.items_per_round,
             bytes_across_placement=float("nan"),
             stop_on_non_finite=self.training.stop_on_non_finite,
@@ -194,20 +175,17 @@ class _BatchLoop:
 
     def _restore(self) -> tuple[Any, int]:
         """Restore or make the state, and return it with the number of parameters."""
-        run, init = self.run, self.run.algorithm.init
+        run = self.run
         params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
-        shapes = jax.eval_shape(init, params)
+        shapes = jax.eval_shape(run.algorithm.init, params)
         size = jax.tree.leaves(run.cohort_shapes)[0].shape[0]
         self.like = with_shardings(shapes, run_state_shardings(run, params, shapes, size))
         num_parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
         with jax.set_mesh(run.mesh):
             if self.done:
                 return self.checkpoints.restore_state(self.like, size), num_parameters
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.like)
-            if run.initial is not None:
-                return jax.jit(init, out_shardings=shardings)(run.initial.load()), num_parameters
-            make = jax.jit(lambda key: init(run.init(key)), out_shardings=shardings)
-            return make(jax.random.key(self.training.seed)), num_parameters
+            initial = None if run.initial is None else run.initial.load()
+            return init_state(run, self.like, self.training.seed, initial), num_parameters
 
     def _train_until(self, last: int, clients: Callable[[], Clients]) -> None:
         """Run the job of the rounds up to the last one, and log them."""

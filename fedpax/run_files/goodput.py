@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from fedpax.errors import ArgumentError
 from fedpax.files import read_json
+from fedpax.run_files.metrics_log import last_line
 from fedpax.run_files.paths import GOODPUT, write_atomically
 
 Bucket: TypeAlias = Literal["input", "compile", "step", "evaluate", "save", "lost"]
@@ -52,9 +53,9 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
 
     Args:
         folder: the run's folder.
-        after: the round of the checkpoint from which the run resumes; 0 for a new run.
-        last_line: returns the last line of `metrics.jsonl` up to that round, or None. Its seconds
-            count where `goodput.json` lacks those at the checkpoint.
+        after: the round of the checkpoint from which the run resumes; 0 for a new run. If
+            `goodput.json` lacks the seconds at this checkpoint, those of the last line of
+            `metrics.jsonl` up to this round count.
         enabled: False writes no file; with several processes only one writes.
         now: returns the time in seconds.
 
@@ -76,7 +77,6 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
         folder: Path,
         *,
         after: int = 0,
-        last_line: Callable[[], Mapping[str, Any] | None] = lambda: None,
         enabled: bool = True,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -91,7 +91,7 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
         self._longest: Seconds = dict.fromkeys(BUCKETS, 0.0)
         known = read_goodput(folder)
         if known is None or after not in known[1]:
-            line = last_line() if after else None
+            line = last_line(folder, after) if after else None
             seconds = dict.fromkeys(BUCKETS, 0.0) if line is None else _seconds_of(line)
             known = (seconds, {}) if known is None else known
             known[1][after] = dict(seconds)

@@ -19,9 +19,8 @@ from fedpax.run_files.configuration import flatten, to_json, write_configuration
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import CHECKPOINTS, refuse_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment
-from fedpax.training.folder_owners import JobDirLock
-from fedpax.training.progress import Progress
-from fedpax.training.resume_checks import check_agreement, check_configuration
+from fedpax.training.progress import Progress, open_progress
+from fedpax.training.resume_checks import lock_run
 from fedpax.training.tracker import Tracker, track
 from fedpax.transport.admission import Admission
 from fedpax.transport.calls import DisconnectedError, Handler, WaitingError, serve
@@ -77,39 +76,48 @@ def locked_folder(
     refuse_checkpoint_dir(experiment.training.checkpoint_dir, command)
     # The number of rounds is the syncer's.
     rounds = ("training.rounds",) if command == "join" else ()
-    with JobDirLock(folder):
-        check_agreement(folder, experiment)
-        changes = (*allow_config_change, *rounds)
-        check_configuration(folder, experiment, exp, allow_config_change=changes)
+    with lock_run(folder, experiment, exp, (*allow_config_change, *rounds)):
         yield folder
 
 
-def open_progress(
+class RunFiles(NamedTuple):
+    """The files that a process writes, from its start to its end."""
+
+    tracker: Tracker
+    checkpoints: Checkpoints
+    metrics: MetricsWriter
+    progress: Progress
+
+
+@contextlib.contextmanager
+def open_files(
     experiment: Experiment,
+    folder: Path,
     exp: str,
     done: int,
+    item_unit: str,
     island: str = "",
     *,
-    item_unit: str = "examples",
     enabled: bool = True,
-) -> Progress:
-    """Return the progress of a run, by the names of the experiment and of an island."""
-    name = exp or type(experiment).__name__
-    return Progress(
-        f"{name} {island}" if island else name,
-        rounds_done=done,
-        rounds=experiment.training.rounds,
-        item_unit=item_unit,
-        enabled=enabled,
-    )
+) -> Iterator[RunFiles]:
+    """Open the files of a run after `done` rounds; later metrics are dropped."""
+    with (
+        track(experiment, folder, exp, enabled=enabled) as tracker,
+        Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
+        MetricsWriter(folder, after=done, enabled=enabled, listener=tracker.add) as metrics,
+        open_progress(
+            experiment, exp, done, island, item_unit=item_unit, enabled=enabled
+        ) as progress,
+    ):
+        yield RunFiles(tracker, checkpoints, metrics, progress)
 
 
 class ServerFiles(NamedTuple):
     """The files that a syncer writes, and the signals that stop it."""
 
     tracker: Tracker
-    metrics: MetricsWriter
     checkpoints: Checkpoints
+    metrics: MetricsWriter
     progress: Progress
     preemption: PreemptionGuard
 
@@ -137,16 +145,13 @@ def serving(
     # The user can have restored an older copy of the state.
     set_aside_after(folder / CHECKPOINTS, done)
     with (
-        track(experiment, folder, exp) as tracker,
-        MetricsWriter(folder, after=done, listener=tracker.add) as metrics,
-        Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
-        open_progress(experiment, exp, done, item_unit=item_unit) as progress,
+        open_files(experiment, folder, exp, done, item_unit) as files,
         serve(handler, listen, admission=admission, **settings) as server,
         PreemptionGuard() as preemption,
     ):
         address = f"{listen.rpartition(':')[0]}:{server.port}"
-        progress.note(f"listening at {address}; folder {folder}")
-        yield ServerFiles(tracker, metrics, checkpoints, progress, preemption)
+        files.progress.note(f"listening at {address}; folder {folder}")
+        yield ServerFiles(*files, preemption)
 
 
 def patience(progress: Progress) -> Callable[[DisconnectedError], None]:

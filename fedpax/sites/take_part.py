@@ -32,14 +32,13 @@ from fedpax.sites.site_process import (
     JoinResult,
     identify,
     locked_folder,
-    open_progress,
     patience,
 )
 from fedpax.sites.site_worker import SiteWorker, UnknownRoundError
 from fedpax.sites.task_exchange import LARGE
 from fedpax.sites.tasks import EVALUATION, ROUND
 from fedpax.training.experiment import Experiment
-from fedpax.training.progress import Progress
+from fedpax.training.progress import Progress, open_progress
 from fedpax.transport.admission import CheckedHeader
 from fedpax.transport.calls import (
     MAX_MESSAGE_BYTES,

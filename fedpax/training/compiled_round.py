@@ -122,10 +122,10 @@ def with_shardings(shapes: chex.ArrayTree, shardings: ShardingTree) -> Any:
     )
 
 
-def init_state(run: Run, compiled: CompiledRound, seed: int, params: Params | None = None) -> State:
-    """Create the initial state of a run, on its shardings."""
+def init_state(run: Run, like: State, seed: int, params: Params | None = None) -> State:
+    """Create the initial state of a run, on the shardings of abstract values."""
     options: dict[str, Any] = {
-        "out_shardings": jax.tree.map(lambda leaf: leaf.sharding, compiled.state),
+        "out_shardings": jax.tree.map(lambda leaf: leaf.sharding, like),
         "compiler_options": run_once_options(run.mesh.devices.flat[0].platform),
     }
     if params is not None:

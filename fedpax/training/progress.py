@@ -12,6 +12,7 @@ from tqdm import TqdmWarning, tqdm
 from tqdm.utils import disp_len, disp_trim
 
 from fedpax.console import escape_controls, print_error
+from fedpax.training.experiment import Experiment
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -209,3 +210,23 @@ def format_metrics(values: Mapping[str, float]) -> str:
     """Format held-out metrics as one line, with the loss first."""
     loss_first = {"loss": values["loss"], **values}
     return ", ".join(f"{key} {value:.4f}" for key, value in loss_first.items())
+
+
+def open_progress(
+    experiment: Experiment,
+    exp: str,
+    done: int,
+    island: str = "",
+    *,
+    item_unit: str = "examples",
+    enabled: bool = True,
+) -> Progress:
+    """Return the progress of a run, by the names of the experiment and of an island."""
+    name = exp or type(experiment).__name__
+    return Progress(
+        f"{name} {island}" if island else name,
+        rounds_done=done,
+        rounds=experiment.training.rounds,
+        item_unit=item_unit,
+        enabled=enabled,
+    )

@@ -1,9 +1,10 @@
 """Check before a run that its folder holds the same experiment, and a state that fits it."""
 
+import contextlib
 import difflib
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ from fedpax.run_files.paths import (
 )
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment, Run, StoredParams
-from fedpax.training.folder_owners import LOCK, CheckpointDir
+from fedpax.training.folder_owners import LOCK, CheckpointDir, JobDirLock
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -62,6 +63,21 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 """Fields that may always change, because they have no effect on what is trained."""
+
+
+@contextlib.contextmanager
+def lock_run(
+    folder: Path,
+    experiment: Experiment,
+    exp: str,
+    allow_config_change: Collection[str],
+    saved_in: Path | None = None,
+) -> Iterator[None]:
+    """Lock a run's folder, and check that all processes agree and that it is the experiment's."""
+    with JobDirLock(folder):
+        check_agreement(folder, experiment, saved_in)
+        check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
+        yield
 
 
 def check_configuration(

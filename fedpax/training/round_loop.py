@@ -106,20 +106,14 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
 
     def _read_metrics(self) -> None:
         """Read the metrics that are kept, and the spikes and evaluations among them."""
-        training, primary = self._training, jax.process_index() == 0
+        primary = jax.process_index() == 0
         self._metrics = MetricsWriter(
             self._folder, after=self.done, enabled=primary, listener=self._tracker.add
         )
         if jax.process_count() > 1:  # hosts need not share the folder
             self._metrics.kept = gather_json(self._metrics.kept if primary else [])[0]
         self._early_stop.start(self._metrics.kept)
-        self._history = SpikeHistory(
-            self._metrics.kept,
-            on_spike=training.on_spike,
-            window=training.spike_window,
-            deviations=training.spike_deviations,
-            limit=training.spike_limit,
-        )
+        self._history = SpikeHistory(self._metrics.kept, self._training)
 
     def _open_data(self) -> None:
         """Move the data to round `done`, and start to draw the cohorts that are left."""
@@ -174,7 +168,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             return self._options.membership.restore(self._copy, compiled.state)
         if self.done:
             return self._restore_checkpoint(compiled)
-        return init_state(self._run, compiled, self._training.seed, initial)
+        return init_state(self._run, compiled.state, self._training.seed, initial)
 
     def _open(self, state: State) -> None:
         """Open the run's folder, which a run that cannot train does not change."""

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -15,8 +15,7 @@ from fedpax.algorithm import Metrics, Params, State
 from fedpax.console import count_of
 from fedpax.errors import FedpaxError
 from fedpax.parallel.compiler_options import run_once_options
-
-OnSpike: TypeAlias = Literal["ignore", "skip", "roll_back"]
+from fedpax.training.training_config import OnSpike, TrainingConfig
 
 # A window of equal losses has no deviation: let it have at least this fraction of its median.
 LEAST_RELATIVE_DEVIATION = 1e-3
@@ -65,21 +64,13 @@ class SpikeHistory:
     # The window leaves out the round just before, whose loss may not be known when the round is
     # dispatched: every process and every repetition of the run must come to the same result.
 
-    def __init__(
-        self,
-        lines: Iterable[Mapping[str, Any]],
-        *,
-        on_spike: OnSpike,
-        window: int,
-        deviations: float,
-        limit: int,
-    ) -> None:
-        self.on_spike: OnSpike = on_spike
-        self._window = window
-        self._deviations = deviations
-        self._limit = limit
+    def __init__(self, lines: Iterable[Mapping[str, Any]], training: TrainingConfig) -> None:
+        self.on_spike: OnSpike = training.on_spike
+        self._window = training.spike_window
+        self._deviations = training.spike_deviations
+        self._limit = training.spike_limit
         # Keep window + 1 losses, because the window excludes the previous round.
-        self._losses: deque[tuple[int, float]] = deque(maxlen=window + 1)
+        self._losses: deque[tuple[int, float]] = deque(maxlen=self._window + 1)
         self._skipped_in_a_row = 0
         self._roll_backs: list[tuple[int, int]] = []  # (checkpoint's round, cohorts to leave out)
         self.counts = SpikeCounts()

@@ -35,16 +35,16 @@ from fedpax.run_files.paths import (
 from fedpax.training.diagnostics import Watchdog, check_profile_at
 from fedpax.training.evaluation import EarlyStop
 from fedpax.training.experiment import Experiment, Run, check_run
-from fedpax.training.folder_owners import CheckpointDir, JobDirLock
+from fedpax.training.folder_owners import CheckpointDir
 from fedpax.training.logging import NonFiniteError
-from fedpax.training.progress import Progress
+from fedpax.training.progress import Progress, open_progress
 from fedpax.training.resume_checks import (
     ResumeOptions,
     TrainingJob,
     begin_from,
-    check_agreement,
     check_configuration,
     check_same_data,
+    lock_run,
 )
 from fedpax.training.round_loop import RoundLoop
 from fedpax.training.spikes import RepeatedSpikesError
@@ -131,19 +131,18 @@ def train(
     check_profile_at(experiment.training.profile_at, experiment.training.rounds)
     folder = resolve_job_log_dir(job_log_dir)
     saved_in = resolve_checkpoint_dir(folder, experiment.training.checkpoint_dir)
-    with JobDirLock(folder), ExitStack() as stack:
-        check_agreement(folder, experiment, saved_in)
-        check = functools.partial(
-            check_configuration,
-            experiment=experiment,
-            exp=exp,
-            allow_config_change=allow_config_change,
-        )
-        check(folder)
+    lock = lock_run(folder, experiment, exp, allow_config_change, saved_in)
+    with lock, ExitStack() as stack:
         experiment.read_inputs(folder)
         checkpoint_dir = None
         if saved_in != folder:
-            check(saved_in, flag="--training.checkpoint_dir")
+            check_configuration(
+                saved_in,
+                experiment,
+                exp,
+                allow_config_change=allow_config_change,
+                flag="--training.checkpoint_dir",
+            )
             checkpoint_dir = stack.enter_context(CheckpointDir(saved_in, folder))
         options = ResumeOptions(allow_config_change, participant_states, membership)
         job = TrainingJob(experiment, folder, saved_in, checkpoint_dir, exp, options)
@@ -203,24 +202,14 @@ def _open_loop(
     membership = job.options.membership
     copy = None if membership is None else membership.find_copy()
     first = (latest_round(job.saved_in) or 0) if copy is None else copy.round
-    clock = enter(
-        GoodputClock(
-            folder, after=first, last_line=lambda: last_line(folder, first), enabled=primary
-        )
-    )
+    clock = enter(GoodputClock(folder, after=first, enabled=primary))
     run = _build(experiment)
     enter(jax.set_mesh(run.mesh))
     if jax.process_count() > 1:  # else the data are opened while the round is compiled
         check_same_data(run.cohorts)
     retention = _retention(training)
     progress = enter(
-        Progress(
-            job.name,
-            rounds_done=first,
-            rounds=training.rounds,
-            item_unit=run.item_unit,
-            enabled=primary,
-        )
+        open_progress(experiment, job.exp, first, item_unit=run.item_unit, enabled=primary)
     )
     # Closed after the checkpoints, so that it can send the last one.
     tracker = enter(_track(job, progress.note))

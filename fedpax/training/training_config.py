@@ -1,7 +1,7 @@
 """The settings of the training loop."""
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 from fedpax.checks import (
     CheckedConfig,
@@ -15,8 +15,9 @@ from fedpax.errors import ArgumentError
 from fedpax.run_files.evaluations import parse_best_metric
 from fedpax.run_files.paths import is_remote
 from fedpax.training.diagnostics import OnHang, parse_profile_at
-from fedpax.training.spikes import OnSpike
 from fedpax.training.tracked_runs import TrackerName
+
+OnSpike: TypeAlias = Literal["ignore", "skip", "roll_back"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -168,7 +168,7 @@ def test_fedavg_trains_and_sends_adapters_alone(tmp_path: Path) -> None:
     with jax.set_mesh(run.mesh):
         cohort = jax.device_put(next(run.cohorts), run.shardings.cohort)
         compiled = compile_round(run, cohort)
-        state = init_state(run, compiled, seed=0)
+        state = init_state(run, compiled.state, seed=0)
         before = run.evaluate(state.params)["loss"]
         # The loss and its weight of a client cross with the adapters, 4 bytes each.
         sent = compiled.bytes_across_placement - 4 * compiled.num_parameters

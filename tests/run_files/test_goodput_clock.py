@@ -1,6 +1,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from fedpax.run_files.goodput import (
     line_values,
     read_goodput,
 )
-from fedpax.run_files.paths import GOODPUT
+from fedpax.run_files.paths import GOODPUT, METRICS
 
 
 class Time:
@@ -101,6 +102,10 @@ def test_a_roll_back_loses_its_rounds_and_the_time_to_restore(tmp_path: Path) ->
     assert (seconds["step"], seconds["lost"]) == (10, 5.5)
 
 
+def write_lines(folder: Path, *lines: Any) -> None:
+    (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 @pytest.mark.parametrize("content", [None, "", "[]", '{"seconds": {"step": 1}, "checkpoints": {}}'])
 def test_without_its_file_the_clock_counts_what_the_metrics_have(
     tmp_path: Path, content: str | None
@@ -108,11 +113,11 @@ def test_without_its_file_the_clock_counts_what_the_metrics_have(
     if content is not None:
         (tmp_path / GOODPUT).write_text(content)
     known = dict(zip(BUCKETS, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], strict=True))
-    clock = GoodputClock(tmp_path, after=3, last_line=lambda: line_values(known), now=Time())
-    assert clock.seconds() == known
-    earlier_version = GoodputClock(
-        tmp_path, after=3, last_line=lambda: {"wall_seconds": 9.0}, now=Time()
-    )
+    later = {"kind": "training", "round": 4, "wall_seconds": 99.0}
+    write_lines(tmp_path, {"kind": "training", "round": 3, **line_values(known)}, later)
+    assert GoodputClock(tmp_path, after=3, now=Time()).seconds() == known
+    write_lines(tmp_path, {"kind": "training", "round": 3, "wall_seconds": 9.0}, later)
+    earlier_version = GoodputClock(tmp_path, after=3, now=Time())
     assert earlier_version.seconds()["step"] == 9 == sum(earlier_version.seconds().values())
 
 

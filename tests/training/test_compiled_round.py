@@ -27,7 +27,7 @@ def one_round(run: Run) -> tuple[Any, Any, Any]:
     with jax.set_mesh(run.mesh):
         batches = put_on_mesh(next(run.cohorts), run.resolved_shardings.cohort)
         compiled = compile_round(run, batches)
-        return compiled, init_state(run, compiled, seed=3), batches
+        return compiled, init_state(run, compiled.state, seed=3), batches
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_a_round_donates_and_keeps_structure_dtypes_and_shardings(
 ) -> None:
     run, compiled, batches = compiled
     with jax.set_mesh(run.mesh):
-        state = init_state(run, compiled, seed=3)
+        state = init_state(run, compiled.state, seed=3)
     assert (compiled.num_parameters, compiled.num_participants) == (16 * 32 + 32, 8)
     new, metrics = compiled.round(state, batches)
     assert state.params["hidden"].is_deleted()
@@ -61,7 +61,7 @@ def test_the_compiled_round_equals_the_algorithm_without_a_mesh(
 ) -> None:
     run, compiled, batches = compiled
     with jax.set_mesh(run.mesh):
-        state, metrics = compiled.round(init_state(run, compiled, seed=3), batches)
+        state, metrics = compiled.round(init_state(run, compiled.state, seed=3), batches)
     plain, expected = run.algorithm.round(
         run.algorithm.init(run.init(jax.random.key(3))), jax.device_get(batches)
     )
@@ -294,7 +294,7 @@ def test_a_client_store_in_the_state_is_sharded_over_the_mesh() -> None:
     with jax.set_mesh(mesh):
         batches = [put_on_mesh({"clients": cohort}, spread) for cohort in cohorts]
         compiled = compile_round(run, batches[0])
-        state = init_state(run, compiled, seed=0)
+        state = init_state(run, compiled.state, seed=0)
         for cohort in batches:
             state, metrics = compiled.round(state, cohort)
     assert state.taken.rows.sharding == spread

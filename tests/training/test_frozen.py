@@ -93,7 +93,7 @@ def test_frozen_values_are_arguments_and_not_constants_of_the_round() -> None:
     with jax.set_mesh(run.mesh):
         cohort = jax.device_put(next(run.cohorts), run.shardings.cohort)
         compiled = compile_round(run, cohort)
-        state = init_state(run, compiled, seed=0)
+        state = init_state(run, compiled.state, seed=0)
         new, metrics = compiled.round(state, cohort, frozen)
     # Half of the matrix, as fsdp shards it, among the parameters of the program; no constants.
     text = compiled.round.as_text() or ""

@@ -13,8 +13,10 @@ WINDOW = 4
 
 
 def history(lines: Any = (), **changes: Any) -> SpikeHistory:
-    settings = {"on_spike": "ignore", "window": WINDOW, "deviations": 6.0, "limit": 2} | changes
-    return SpikeHistory(lines, **settings)
+    settings = {"spike_window": WINDOW, "spike_limit": 2} | changes
+    return SpikeHistory(
+        lines, TrainingConfig(rounds=1, evaluate_every=1, checkpoint_every=1, **settings)
+    )
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=3, max_size=20), st.floats(1.0, 9.0))

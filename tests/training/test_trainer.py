@@ -282,7 +282,7 @@ def round_logger(folder: Path, stop_on_non_finite: bool = True) -> Iterator[Roun
             metrics,
             progress,
             clock=GoodputClock(folder, enabled=False),
-            history=SpikeHistory([], on_spike="ignore", window=8, deviations=6.0, limit=3),
+            history=SpikeHistory([], regression().training),
             items_per_round=1,
             bytes_across_placement=0.0,
             stop_on_non_finite=stop_on_non_finite,

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -15,12 +16,11 @@ from typing import Any, NamedTuple
 import jax
 
 from fedpax.algorithm import Params
-from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.console import count_of, print_error
 from fedpax.errors import ConfigurationError
 from fedpax.files import describe_no_permission, read_json
 from fedpax.islands.island.island import Island, SharedLink
-from fedpax.islands.island.link import Link
+from fedpax.islands.island.link import JoinReply, Link
 from fedpax.islands.island.local_model import LocalModel
 from fedpax.islands.island.training_rounds import IslandLog, ShardPrefetch, TrainingRounds
 from fedpax.islands.method_parts import (
@@ -33,21 +33,20 @@ from fedpax.islands.method_parts import (
 from fedpax.preemption import PreemptionGuard
 from fedpax.processes.communication import ControlChannel
 from fedpax.run_files.configuration import write_configuration
-from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import latest_round, write_atomically
 from fedpax.sites.site_process import (
     SECONDS_TO_ASK_AGAIN,
     JoinResult,
+    RunFiles,
     identify,
     locked_folder,
-    open_progress,
+    open_files,
     patience,
 )
 from fedpax.training.experiment import Experiment, Run
-from fedpax.training.progress import Progress, describe_devices
+from fedpax.training.progress import describe_devices
 from fedpax.training.resume_checks import check_same_data
 from fedpax.training.startup_report import check_processes
-from fedpax.training.tracker import track
 from fedpax.transport.calls import Connection, connect
 
 PROCESS_ENDED = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
@@ -149,6 +148,7 @@ def _join(
     syncer: str,
     give_up_after: float,
 ) -> JoinResult:
+    """Open the files of the island, join the syncer, and train."""
     started, first, is_first = time.perf_counter(), latest_round(folder) or 0, channel.is_first
     run = _build(experiment, exp)
     check_processes(island_of(experiment), run)
@@ -158,26 +158,19 @@ def _join(
     preemption = PreemptionGuard()
     with (
         jax.set_mesh(run.mesh),
-        track(experiment, folder, exp, enabled=is_first) as tracker,
-        Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
-        MetricsWriter(folder, after=first, enabled=is_first, listener=tracker.add) as metrics,
-        open_progress(
-            experiment, exp, first, header["island"], item_unit=run.item_unit, enabled=is_first
-        ) as progress,
+        open_files(
+            experiment, folder, exp, first, run.item_unit, header["island"], enabled=is_first
+        ) as files,
         contextlib.ExitStack() as stack,
     ):
-        model = LocalModel(run)
-        position: Any = checkpoints.restore_position().stream if first else {}
-        link = None
-        if connection is not None:
-            link = _make_link(folder, connection, header, model, position.get("ledger"))
+        progress, model = files.progress, LocalModel(run)
+        position: Any = files.checkpoints.restore_position().stream if first else {}
+        link = _make_link(folder, connection, header, model, position.get("ledger"))
         exchange = SharedLink(link, channel, preemption)
         stack.callback(exchange.close)
         reply = exchange.join(patience(progress), give_up_after)
         if reply is None:
-            stopped = preemption.signal
-            finished = stopped is None and read_member(folder).finished
-            return JoinResult(first, finished, stopped, gave_up=stopped is None)
+            return _without_answer(folder, first, preemption.signal)
         if reply.shard is not None:
             progress.note(f"joined {syncer} with shard {reply.shard} of {parts_of(run).islands}")
         header["run"] = reply.run
@@ -192,33 +185,25 @@ def _join(
             experiment = _with_rounds(experiment, reply.rounds)
             run = _build(experiment, exp)
             model = LocalModel(run)
-        island = _make_island(run, model, exchange, reply.shard, header["incarnation"], progress)
-        if first:
-            progress.note(f"resuming after its round {first}")
-            state = checkpoints.restore_state(model.shapes, parts_of(run).islands)
-            island.restore(state, position["ledger"], reply.received)
+        island = _make_island(run, model, exchange, reply, header, files, position, first)
         if is_first:
             write_configuration(folder, experiment, exp)
-        log = _make_log(experiment, run, params, metrics, progress, exchange, started, folder)
+        log = _make_log(experiment, run, params, files, exchange, started, folder)
         frozen = () if run.frozen is None else (run.frozen.load(),)
         rounds = TrainingRounds(
-            experiment,
-            parts_of(run),
-            island,
-            exchange,
-            checkpoints=checkpoints,
-            metrics=metrics,
-            progress=progress,
-            log=log,
-            done=first,
-            give_up_after=give_up_after,
+            experiment, parts_of(run), island, exchange, files, log, first, give_up_after
         )
         with _open_data(experiment, exp, run, island.shard, position) as data, preemption:
             rounds.train(data, *frozen)
-        checkpoints.wait()
-        tracker.finished = finished = island.status.finished
+        files.checkpoints.wait()
+        files.tracker.finished = finished = island.status.finished
         gave_up = rounds.gave_up and not island.must_stop()
     return JoinResult(rounds.done, finished, None if finished else preemption.signal, gave_up)
+
+
+def _without_answer(folder: Path, first: int, stopped: signal.Signals | None) -> JoinResult:
+    finished = stopped is None and read_member(folder).finished
+    return JoinResult(first, finished, stopped, gave_up=stopped is None)
 
 
 def _build(experiment: Experiment, exp: str) -> Run:
@@ -232,12 +217,14 @@ def _with_rounds(experiment: Experiment, rounds: int) -> Experiment:
 
 def _make_link(
     folder: Path,
-    connection: Connection,
+    connection: Connection | None,
     header: dict[str, Any],
     model: LocalModel,
     ledger: dict[str, Any] | None,
-) -> Link:
+) -> Link | None:
     """Make the link of process 0, which knows the versions of a saved ledger."""
+    if connection is None:
+        return None
     connection.max_message_bytes = largest_message(model.formats)
     versions, epoch = [-1] * len(model.formats), None
     if ledger is not None:
@@ -257,40 +244,47 @@ def _make_island(
     run: Run,
     model: LocalModel,
     exchange: SharedLink,
-    shard: int | None,
-    process: str,
-    progress: Progress,
+    reply: JoinReply,
+    header: dict[str, Any],
+    files: RunFiles,
+    position: dict[str, Any],
+    first: int,
 ) -> Island:
-    assert shard is not None  # unless the run is finished
-    return Island(
+    """Make the island, and restore its state after round `first`."""
+    assert reply.shard is not None  # unless the run is finished
+    island = Island(
         parts_of(run),
         model,
         exchange,
-        shard=shard,
-        process=process,
+        shard=reply.shard,
+        process=header["incarnation"],
         tokens_per_step=tokens_per_step(run, parts_of(run), len(model.formats)),
-        on_discard=lambda steps: progress.note(
+        on_discard=lambda steps: files.progress.note(
             f"the syncer has restored an older state: discards {steps} unsent steps, and takes "
             "its model"
         ),
     )
+    if first:
+        files.progress.note(f"resuming after its round {first}")
+        state = files.checkpoints.restore_state(model.shapes, parts_of(run).islands)
+        island.restore(state, position["ledger"], reply.received)
+    return island
 
 
 def _make_log(
     experiment: Experiment,
     run: Run,
     params: Params,
-    metrics: MetricsWriter,
-    progress: Progress,
+    files: RunFiles,
     exchange: SharedLink,
     started: float,
     folder: Path,
 ) -> IslandLog:
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    progress.note(f"{size:,} parameters on {describe_devices(run.mesh)}; folder {folder}")
+    files.progress.note(f"{size:,} parameters on {describe_devices(run.mesh)}; folder {folder}")
     log = IslandLog(
-        metrics,
-        progress,
+        files.metrics,
+        files.progress,
         transferred_bytes=lambda: exchange.transferred_bytes,
         started=started,
         items_per_round=run.items_per_round // parts_of(run).islands,

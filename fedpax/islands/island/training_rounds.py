@@ -12,14 +12,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithm import AlgorithmParts, Metrics
-from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.clients.cohort import Cohort, CohortStream, IslandStream
 from fedpax.errors import ArgumentError
 from fedpax.islands.island.island import Island, SharedLink
 from fedpax.parallel.axes import ShardingTree
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter, select
-from fedpax.sites.site_process import SECONDS_BETWEEN_NOTES
+from fedpax.sites.site_process import SECONDS_BETWEEN_NOTES, RunFiles
 from fedpax.training.experiment import Experiment
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.prefetch import Prefetch
@@ -207,18 +206,15 @@ class TrainingRounds:
         parts: AlgorithmParts,
         island: Island,
         exchange: SharedLink,
-        *,
-        checkpoints: Checkpoints,
-        metrics: MetricsWriter,
-        progress: Progress,
+        files: RunFiles,
         log: IslandLog,
         done: int,
         give_up_after: float,
     ) -> None:
         self._experiment, self._parts = experiment, parts
         self._island, self._exchange = island, exchange
-        self._checkpoints, self._metrics = checkpoints, metrics
-        self._progress, self._log = progress, log
+        self._checkpoints, self._metrics = files.checkpoints, files.metrics
+        self._progress, self._log = files.progress, log
         self._give_up_after = give_up_after
         self.done = self._saved = done
         self.gave_up = False  # because no syncer answers

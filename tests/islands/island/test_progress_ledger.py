@@ -1,10 +1,11 @@
 """The ledger of an island: the fragment that it sends next, and the steps that are not sent."""
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from fedpax.islands.island.island import Ledger
 from fedpax.islands.island.training_rounds import TrainingRounds
+from fedpax.sites.site_process import RunFiles
 
 
 def test_an_island_sends_the_fragment_of_the_next_merge():
@@ -29,17 +30,10 @@ def test_an_island_that_is_far_ahead_tells_it_once() -> None:
     )
     experiment: Any = SimpleNamespace(training=SimpleNamespace(rounds=90))
     ignored: Any = SimpleNamespace(add=lambda *args: None, steps_per_sync=1)
+    progress: Any = SimpleNamespace(note=notes.append)
+    files = RunFiles(ignored, ignored, ignored, progress)
     rounds = TrainingRounds(
-        experiment,
-        ignored,
-        island,
-        ignored,
-        checkpoints=ignored,
-        metrics=ignored,
-        progress=cast(Any, SimpleNamespace(note=notes.append)),
-        log=ignored,
-        done=0,
-        give_up_after=1.0,
+        experiment, ignored, island, ignored, files, ignored, done=0, give_up_after=1.0
     )
     told_at = []
     for _ in range(40):

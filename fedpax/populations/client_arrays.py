@@ -262,7 +262,9 @@ class DailyAvailability:
     def __call__(self, round_number: int) -> Bool[np.ndarray, " clients"]:
         """Return which clients are available in a round, booleans `[num_clients]`."""
         time = (round_number % self._rounds_per_day) / self._rounds_per_day
-        return (time - self._start) % 1.0 < self._fraction
+        passed = time - self._start  # above -1 and below 1
+        passed += passed < 0  # the part of a day since the start; `% 1.0` takes five times as long
+        return passed < self._fraction
 
 
 class RecordedAvailability:

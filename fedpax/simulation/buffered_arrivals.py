@@ -1,16 +1,18 @@
 """The order in which clients arrive at a server that buffers updates: FedBuff, FedAsync."""
 
+import bisect
 import heapq
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Int, Int32
+from numpy.typing import NDArray
 
 from fedpax.clients.schedule import Arrivals
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast
-from fedpax.simulation.trace import TRIES, Trace, UpTimes
+from fedpax.simulation.trace import Trace, UpTimes
 
 
 class BufferedArrivals(NamedTuple):
@@ -67,8 +69,8 @@ def buffered_arrivals(
     With equal speeds and `concurrency == buffer_size`, this is therefore a synchronous method that
     draws its cohorts without replacement.
 
-    The order is computed event by event on the host: 200,000 to 700,000 events per second of a CPU
-    core. It depends on the arguments alone.
+    The order is computed event by event on the host, in time that grows with the events, and little
+    with the population. It depends on the arguments alone.
 
     Args:
         trace: speeds and failures of the population.
@@ -102,7 +104,7 @@ def buffered_arrivals(
     up_times = UpTimes(trace)
     generator = np.random.default_rng(seed)
     uniforms: list[float] = []
-    idle = list(range(population))
+    idle = _IdleClients(trace, up_times)
     clients: list[int] = []
     versions: list[int] = []
     seconds: list[float] = []
@@ -116,18 +118,14 @@ def buffered_arrivals(
         version = len(clients) // buffer_size
         for _ in range(free):
             begun = next(numbers)
-            if len(uniforms) < 2 * TRIES:
+            if len(uniforms) < 2 * _TRIES:
                 uniforms = generator.random(8192).tolist()
-            place = up_times.draw(idle, now, uniforms)
-            if place < 0:
-                back = min(up_times.next_up(client, now) for client in idle)
-                if back < np.inf:
+            client = idle.draw(now, uniforms)
+            if client < 0:
+                if (back := idle.next_return()) < np.inf:
                     push(events, (back, begun, -1, -1))
                 continue
-            client = idle[place]
-            idle[place] = idle[-1]
-            idle.pop()
-            end = now + durations[client]
+            end = now + durations.item(client)
             failure = up_times.next_failure(client, now) if up_times.has_failures else end
             if failure < end:
                 push(events, (failure, begun, client, -1))
@@ -146,7 +144,7 @@ def buffered_arrivals(
             free += 1
             if client < 0:
                 continue
-            idle.append(client)
+            idle.add(client)
             if start < 0:
                 failed += 1
             elif len(clients) // buffer_size - start > limit:
@@ -167,6 +165,82 @@ def buffered_arrivals(
     )
 
 
+_TRIES = 32
+"""Number of draws of an idle client before all idle clients are looked at."""
+
+
+class _IdleClients:
+    """The clients that do not train, in places from which they are drawn."""
+
+    # Only where few clients are up, all are looked at: by arrays, of which those entries are
+    # computed again that have changed since.
+
+    def __init__(self, trace: Trace, up_times: UpTimes) -> None:
+        self._up_times, self._times = up_times, trace.downtimes.reshape(trace.num_participants, -1)
+        self._size = trace.num_participants
+        self._moved: dict[int, int] = {}  # place -> client, where it is not the client's number
+        self._is_up = np.zeros(0, np.bool_)  # of each client at the instant of the last look
+        self._until = np.zeros(0)  # and the second until which it stays so
+        # The places of clients that are up at this instant, in order; None if they are not known.
+        self._up: list[int] | None = None
+        self._instant = 0.0
+
+    def add(self, client: int) -> None:
+        """Add a client behind all others."""
+        self._moved[self._size] = client
+        self._size += 1
+        self._up = None
+
+    def draw(self, now: float, uniforms: list[float]) -> int:
+        """Draw and remove a client that is up; -1 if there is none."""
+        if not self._up_times.has_failures:
+            return self._take(int(uniforms.pop() * self._size))
+        if now != self._instant:
+            self._up, self._instant = None, now
+        for _ in range(_TRIES):
+            place = int(uniforms.pop() * self._size)
+            if self._up_times.next_up(self._moved.get(place, place), now) <= now:
+                return self._take(place)
+        if self._up is None:
+            self._look(now)
+            self._up = np.flatnonzero(self._by_place(self._is_up)).tolist()
+        return self._take(self._up[int(uniforms.pop() * len(self._up))]) if self._up else -1
+
+    def next_return(self) -> float:
+        """Return when the first client returns, after a draw of -1; infinity for never."""
+        return float(self._by_place(self._until).min())
+
+    def _look(self, now: float) -> None:
+        """Note which clients are up."""
+        if not len(self._until):
+            count = len(self._times)
+            self._is_up, self._until = np.zeros(count, np.bool_), np.full(count, -np.inf)
+        changed = np.flatnonzero(self._until <= now)
+        rows = np.pad(self._times[changed], ((0, 0), (0, 1)), constant_values=np.inf)
+        before = np.count_nonzero(rows <= now, axis=1)  # failures and returns
+        self._is_up[changed] = before % 2 == 0
+        self._until[changed] = rows[np.arange(len(rows)), before]
+
+    def _by_place(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return a value of each client in the order of the clients' places."""
+        placed = values[: self._size].copy()
+        placed[list(self._moved)] = values[list(self._moved.values())]
+        return placed
+
+    def _take(self, place: int) -> int:
+        """Remove the client of a place, to which the last client moves."""
+        self._size = last = self._size - 1
+        client, moves = self._moved.pop(place, place), self._moved.pop(last, last)
+        if place != last:
+            self._moved[place] = moves
+        if self._up is not None:
+            if self._up[-1] == last:
+                self._up.pop()  # the client that moves is up: its new place is among them
+            else:
+                del self._up[bisect.bisect_left(self._up, place)]
+        return client
+
+
 def _check_sizes(population: int, num_rounds: int, concurrency: int, buffer_size: int) -> None:
     for name, value, most in (
         ("num_rounds", num_rounds, None),
@@ -178,7 +252,9 @@ def _check_sizes(population: int, num_rounds: int, concurrency: int, buffer_size
             raise ArgumentError(f"buffered_arrivals(): {name} is {value}, expected {expected}.")
 
 
-def _durations(trace: Trace, num_steps: int | Int[np.ndarray, " participants"]) -> list[float]:
+def _durations(
+    trace: Trace, num_steps: int | Int[np.ndarray, " participants"]
+) -> Float64[np.ndarray, " participants"]:
     """Return the seconds of each client from its begin to its arrival."""
     population = trace.num_participants
     steps = checked_cast(num_steps, np.int32, "buffered_arrivals(): num_steps", "Round it.")
@@ -187,12 +263,10 @@ def _durations(trace: Trace, num_steps: int | Int[np.ndarray, " participants"]) 
             f"buffered_arrivals(): num_steps has shape {list(steps.shape)}, expected one number of "
             f"at least 0, or {population} of them: one per participant."
         )
-    durations: list[float] = (
-        trace.seconds_to_receive + steps * trace.seconds_per_step + trace.seconds_to_send
-    ).tolist()
-    if not min(durations) > 0:
+    durations = trace.seconds_to_receive + steps * trace.seconds_per_step + trace.seconds_to_send
+    if not durations.min() > 0:
         raise ArgumentError(
             "buffered_arrivals(): a client takes 0 seconds, so time would stand still. Give all "
             "clients at least one step, or transfers that take time."
         )
-    return durations
+    return np.asarray(durations)

@@ -195,28 +195,33 @@ def draw_trace(
 
 # ---- times at which participants are up, for a simulation that looks at one of them at a time
 
-TRIES = 32
-"""Number of draws of an idle client before all idle clients are looked at."""
-
 
 class UpTimes:
     """Times at which each participant of a trace is up."""
 
     def __init__(self, trace: Trace) -> None:
         self.has_failures = trace.downtimes.shape[1] > 0
-        self._failures = trace.downtimes[..., 0].tolist()
-        self._returns = trace.downtimes[..., 1].tolist()
+        self._times = trace.downtimes.reshape(trace.num_participants, -1)
+        # The failures and returns of the participants that were looked at, few of a million.
+        self._rows: dict[int, list[float]] = {}
+
+    def _row(self, client: int, now: float) -> tuple[list[float], int]:
+        """Return a client's failures and returns, and how many of them are not after `now`."""
+        row = self._rows.get(client)
+        if row is None:
+            row = self._rows[client] = self._times[client].tolist()
+        return row, bisect_right(row, now)
 
     def next_up(self, client: int, now: float) -> float:
         """Return `now` if the client is up, or else when it returns."""
-        after = bisect_right(self._failures[client], now)
-        return max(now, self._returns[client][after - 1]) if after else now
+        row, before = self._row(client, now)
+        return row[before] if before % 2 else now
 
     def next_failure(self, client: int, now: float) -> float:
         """Return when a client that is up fails next; infinity for never."""
-        failures = self._failures[client]
-        after = bisect_right(failures, now)
-        return failures[after] if after < len(failures) else np.inf
+        row, before = self._row(client, now)
+        before += before % 2
+        return row[before] if before < len(row) else np.inf
 
     def next_event(self, client: int, now: float, duration: float) -> tuple[float, bool]:
         """Return when work that begins now ends and True, or when the client returns and False."""
@@ -225,17 +230,6 @@ class UpTimes:
             return up, False
         end, failure = now + duration, self.next_failure(client, now)
         return (self.next_up(client, failure), False) if failure < end else (end, True)
-
-    def draw(self, idle: list[int], now: float, uniforms: list[float]) -> int:
-        """Draw the place in `idle` of a client that is up; -1 if there is none."""
-        if not self.has_failures:
-            return int(uniforms.pop() * len(idle))
-        for _ in range(TRIES):
-            place = int(uniforms.pop() * len(idle))
-            if self.next_up(idle[place], now) <= now:
-                return place
-        up = [k for k, client in enumerate(idle) if self.next_up(client, now) <= now]
-        return up[int(uniforms.pop() * len(up))] if up else -1
 
 
 # ---- files of traces: NumPy archives, and JSON lines with one participant a line

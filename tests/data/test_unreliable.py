@@ -16,6 +16,7 @@ from fedpax.data import (
     cohort_rounds,
     unreliable_rounds,
 )
+from fedpax.sources.shuffle import hash_key
 
 CLIENTS = 200
 RNG = np.random.default_rng(0)
@@ -140,6 +141,15 @@ def test_clients_are_available_in_their_part_of_the_day():
     for r in range(3):
         ids = next(stream).client_ids
         assert table[r][ids[ids >= 0]].all()
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.1, 0.25, 1 / 3, 0.999, 1.0])
+def test_a_client_is_available_for_a_fraction_of_the_day_since_its_start(fraction):
+    available = DailyAvailability(3_000, rounds_per_day=7, fraction=fraction, seed=5)
+    start = (hash_key(5, np.arange(3_000)) >> np.uint64(11)) * 2.0**-53
+    for r in (0, 1, 6, 7, 10**6):
+        expected = [(r % 7 / 7 - x) % 1.0 < fraction for x in start.tolist()]
+        np.testing.assert_array_equal(available(r), expected)
 
 
 def test_recorded_availability_repeats_and_reads_files(tmp_path):

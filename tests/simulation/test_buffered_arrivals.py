@@ -1,5 +1,8 @@
 """The order of arrivals: against a plain simulation, its laws, and its errors."""
 
+import heapq
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -63,6 +66,128 @@ def test_an_order_agrees_with_its_trace(seed, concurrency, buffer_size, num_step
     for got, want in zip(order, again, strict=True):
         np.testing.assert_array_equal(got, want)
     assert fails or order.num_failed == 0
+
+
+def plain_order(trace, *, num_rounds, concurrency, buffer_size, num_steps, max_staleness, seed):
+    """Simulate with a list of the idle clients, each of which is looked at."""
+    duration = trace.seconds_to_receive + num_steps * trace.seconds_per_step + trace.seconds_to_send
+    down = [row[row[:, 0] < np.inf] for row in trace.downtimes]
+
+    def next_up(client, now):
+        return max([now, *(end for start, end in down[client] if start <= now < end)])
+
+    def next_failure(client, now):
+        return min([np.inf, *(start for start, _ in down[client] if start > now)])
+
+    def draw(idle):
+        if not trace.downtimes.shape[1]:
+            return int(uniforms.pop() * len(idle))
+        for _ in range(32):
+            if next_up(idle[place := int(uniforms.pop() * len(idle))], now) <= now:
+                return place
+        up = [place for place, client in enumerate(idle) if next_up(client, now) <= now]
+        return up[int(uniforms.pop() * len(up))] if up else -1
+
+    generator, uniforms, idle = np.random.default_rng(seed), [], list(range(len(duration)))
+    arrived, events, begun, free, now, failed, discarded = [], [], 0, concurrency, 0.0, 0, 0
+    while len(arrived) < num_rounds * buffer_size:
+        version = len(arrived) // buffer_size
+        for _ in range(free):
+            begun += 1
+            if len(uniforms) < 64:
+                uniforms = generator.random(8192).tolist()
+            if (place := draw(idle)) < 0:
+                if (back := min(next_up(client, now) for client in idle)) < np.inf:
+                    heapq.heappush(events, (back, begun, -1, -1))
+                continue
+            client, idle[place] = idle[place], idle[-1]
+            idle.pop()
+            end, failure = now + duration[client], next_failure(client, now)
+            ends = (failure, begun, client, -1) if failure < end else (end, begun, client, version)
+            heapq.heappush(events, ends)
+        if not events:
+            return None
+        now, free = events[0][0], 0
+        while events and events[0][0] == now:
+            _, _, client, start = heapq.heappop(events)
+            free += 1
+            if client < 0:
+                continue
+            idle.append(client)
+            if start < 0:
+                failed += 1
+            elif len(arrived) // buffer_size - start > max_staleness:
+                discarded += 1
+            elif len(arrived) < num_rounds * buffer_size:
+                arrived.append((client, start, now))
+    return (
+        *np.array(arrived).reshape(num_rounds, buffer_size, 3).transpose(2, 0, 1),
+        failed,
+        discarded,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 60),
+    st.floats(0.0, 0.97),
+    st.booleans(),
+    st.integers(1, 4),
+    st.integers(0, 6),
+)
+def test_the_order_is_that_of_a_plain_simulation(
+    seed, population, down, whole_seconds, buffer_size, max_staleness
+):
+    """Few clients up, many at one instant, some down for good: the draws stay as they were."""
+    rng = np.random.default_rng(seed)
+    times = rng.exponential(1.0, (population, rng.integers(0, 9), 2)) * [20 - 19 * down, 20 * down]
+    times = np.cumsum(times.reshape(population, -1), 1).reshape(times.shape)
+    if times.shape[1]:
+        times -= times[:, :1, :1] * (rng.random((population, 1, 1)) < down)  # down at second 0
+        times[rng.random(population) < 0.2, -1, 1] = np.inf
+    speeds = rng.uniform(0.5, 4.0, population)
+    if whole_seconds:
+        times, speeds = np.round(times), np.ceil(speeds)
+    trace = Trace(speeds, downtimes=times)
+    arguments = {
+        "num_rounds": int(rng.integers(1, 30)),
+        "concurrency": int(rng.integers(1, population + 1)),
+        "buffer_size": buffer_size,
+        "num_steps": 2,
+        "max_staleness": max_staleness,
+        "seed": seed % 1000,
+    }
+    expected = plain_order(trace, **arguments)
+    if expected is None:
+        with pytest.raises(ValueError, match="down for good"):
+            buffered_arrivals(trace, **arguments)
+        return
+    order = buffered_arrivals(trace, **arguments)
+    result = order.client_ids, order.versions, order.seconds, order.num_failed, order.num_discarded
+    for got, want in zip(result, expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def cpu_seconds(trace, repeats=3):
+    def measure():
+        begin = time.process_time()
+        buffered_arrivals(trace, num_rounds=20, concurrency=20, buffer_size=10)
+        return time.process_time() - begin
+
+    return min(measure() for _ in range(repeats))
+
+
+@pytest.mark.parametrize("up", [0.9, 0.01])
+def test_the_time_of_an_order_grows_little_with_the_population(up):
+    """A hundred times the clients took a hundred times as long, and more where few are up."""
+    seconds = []
+    for population in (2_000, 200_000):
+        failure = np.random.default_rng(0).uniform(-100.0, 0.0, (population, 1))
+        failure = failure + 100 * np.arange(6)  # each client is down for a part of each 100 s
+        down = np.stack([failure, failure + 100 * (1 - up)], 2).clip(0)
+        seconds.append(cpu_seconds(Trace(np.full(population, 0.1), downtimes=down)))
+    assert seconds[1] < 20 * seconds[0], seconds
 
 
 def test_equal_speeds_draw_cohorts_without_replacement():

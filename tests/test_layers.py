@@ -87,7 +87,9 @@ ALGORITHMS_SEE = (
 # Public names that are of a layer above, imported on first use.
 FROM_ABOVE = {
     ("fedpax", "fedpax.commands.train_in_python:train"),
+    ("fedpax", "fedpax.*"),  # packages, as attributes of `fedpax`
     ("fedpax.sites", "fedpax.islands"),  # deprecated names
+    ("fedpax.sites", "fedpax.islands.*"),
 }
 # The one module that may touch what JAX does not promise to keep.
 UNSTABLE, KEEPER = ("jax.extend", "jax.interpreters", "jaxlib"), "fedpax.primitives._jax"
@@ -111,8 +113,9 @@ def module_name(path: Path) -> str:
 def imports(node: ast.AST) -> Iterator[tuple[int, str]]:
     """Yields (line, dotted name) of all that is imported, or reached as jax.a.b or fedpax.a.b.
 
-    A string with the name of a module counts, as `import_module` takes it, and one of a dispatch
-    table, "fedpax.module:function".
+    A string with the name of a module counts, as `import_module` takes it, with or without
+    "fedpax.", and one of a dispatch table, "fedpax.module:function". An f-string counts as the part
+    before its first brace and "*".
     """
     match node:
         case ast.Import():
@@ -125,9 +128,21 @@ def imports(node: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node)
         case ast.Constant(value=str(text)) if re.fullmatch(r"fedpax(\.\w+)+(:\w+)?", text):
             yield node.lineno, text
+        case ast.Constant(value=str(text)) if "." in text and f"fedpax.{text}" in modules():
+            yield node.lineno, f"fedpax.{text}"
+        case ast.JoinedStr(values=[ast.Constant(value=str(text)), *_]) if re.fullmatch(
+            r"fedpax\.(\w+\.)*", text
+        ):
+            yield node.lineno, f"{text}*"
         case _:
             for child in ast.iter_child_nodes(node):
                 yield from imports(child)
+
+
+@functools.cache
+def modules() -> frozenset[str]:
+    """Return the names of the modules of fedpax."""
+    return frozenset(map(module_name, python_files("fedpax", "algorithms", "experiments")))
 
 
 def root_of(node: ast.expr) -> str | None:
@@ -169,6 +184,8 @@ def complaint(module: str, name: str) -> str | None:
         return "algorithms see primitives, aggregators, clients, optax and the contract alone"
     if (module, name) in FROM_ABOVE:
         return None
+    if name == "fedpax.*":
+        return "name the module in full"
     imported = layer_of(name)
     if layer != imported and HEIGHT[layer] <= HEIGHT[imported]:
         return f"{imported} does not lie below {layer}"
@@ -209,8 +226,8 @@ def find_circle(sources: dict[str, str]) -> list[str]:
     def imported(module: str) -> set[str]:
         collected = set()
         for _, name in imports(parsed(sources[module])):
-            if ":" in name:
-                continue  # a command, which a dispatch table imports when it runs
+            if ":" in name or "*" in name:
+                continue  # imported when it is used: a command, or an attribute of fedpax
             while name and name not in sources:  # a name in a module, not a module
                 name = name.rpartition(".")[0]
             collected.add(name)
@@ -358,6 +375,9 @@ def test_an_unstable_attribute_is_found() -> None:
         ("fedpax.primitives.map", "import jax\njax.interpreters.ad.jvp", "line 2"),
         ("fedpax.primitives.map", "import_module('fedpax.inspect.cost')", "does not lie below"),
         ("fedpax.data.rounds", "TABLE = {'train': 'fedpax.commands.train:train'}", "line 1"),
+        ("fedpax.data.rounds", "TABLE = {'x': 'experiments.catalog'}", "does not lie below"),
+        ("fedpax.data.rounds", "f'fedpax.{name}'", "name the module in full"),
+        ("fedpax.data.rounds", "f'fedpax.experiments.{name}'", "does not lie below"),
         ("fedpax.primitives._jax", "from jax._src import core", "private to JAX"),
         ("tests.conftest", "from jax._src import core", "private to JAX"),
         (
@@ -409,6 +429,7 @@ def test_a_breach_is_found(module: str, source: str, words: str) -> None:
         ("fedpax.data.rounds", "import grain\nimport fedpax\nfedpax.program"),
         ("fedpax.algorithms.fedavg", "import fedpax\nimport optax\nfedpax.federated_mean"),
         ("fedpax.algorithms.fedavg", "from fedpax.algorithm import FederatedAlgorithm"),
+        ("fedpax.data.rounds", "f'fedpax.data.{name}, fedpax.{name}(', 'a.b', 'models'"),
         ("fedpax.main", "from fedpax.experiments import x\nfrom fedpax.deploy import beam"),
         ("tests.test_x", "from jax.extend import core\nimport fedpax.main"),
     ],

@@ -233,36 +233,14 @@ def find_class(named: Any, classes: Collection[type]) -> Any:
     return next((class_ for class_ in classes if name_of_class(class_) == named), None)
 
 
-_MOVED = {
-    "asynchronous_text": "experiments.async_diloco_text",
-    "client_aggregators": "settings.client_aggregators",
-    "client_files": "settings.client_files",
-    "client_methods": "settings.client_methods",
-    "cohort_settings": "settings.cohort_settings",
-    "fedavg_clients": "experiments.client_experiment",
-    "language_model": "experiments.language_model_experiment",
-    "optimizer_settings": "settings.optimizer_settings",
-    "optimizers": "settings.optimizer_settings",
-    "personal_methods": "settings.client_methods",
-    "populations": "settings.cohort_settings",
-    "robust_aggregators": "settings.client_aggregators",
-    "table_data": "settings.table_data",
-    "text": "experiments.text_experiment",
-    "trace_settings": "settings.trace_settings",
-    "traces": "settings.trace_settings",
-}
-"""Former modules of `fedpax.experiments`, which `config.json` of older runs names."""
-
-
 def find_in_fedpax(named: str) -> Any:
     """Return the dataclass of fedpax with this `module:Name`; other attributes are not used."""
     module, _, name = named.partition(":")
     if not is_within_fedpax(named):
         raise ArgumentTypeError("the class has no name")
     package, _, last = module.rpartition(".")
-    if package.endswith(".experiments") and last in _MOVED:
-        module = f"fedpax.{_MOVED[last]}"
-    class_: Any = importlib.import_module(module)
+    former = getattr(importlib.import_module(package), "FORMER_MODULES", {})
+    class_: Any = importlib.import_module(former.get(last, module))
     for part in name.split("."):
         class_ = getattr(class_, part)
     is_class = isinstance(class_, type) and dataclasses.is_dataclass(class_)

@@ -227,8 +227,8 @@ class FedAvgImageFiles(FedAvgFiles):
             return ()
         return (
             "the model is of an earlier version, which chose held-out images by their pixels and "
-            "by names, and did not turn images by their EXIF orientation: some images that are "
-            "held out now were trained on, and the metrics can be too good. Train in a new folder",
+            "by names, and did not turn images by their EXIF orientation: images that are held out "
+            "now can have been trained on, so that metrics are too good. Train in a new folder",
         )
 
     def make_preprocess(self) -> Preprocess:

@@ -123,6 +123,7 @@ class ReadOptions(NamedTuple):
     client: str | None = None  # the column that names clients
     image: str | None = None  # a column of encoded images to decode, also without `image_size`
     read: Counter[str] | None = None  # counts images by what was changed in them
+    decoded: set[str] | None = None  # collects columns of which a part had images: others have too
 
 
 Reader = Callable[[Any, ReadOptions], Any]

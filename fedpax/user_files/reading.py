@@ -10,10 +10,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import check_client_numbers, check_client_type, join_zeros
+from fedpax.user_files.columns import (
+    are_images,
+    check_client_numbers,
+    check_client_type,
+    join_zeros,
+)
 from fedpax.user_files.finding import CLIENT, DataFile
 from fedpax.user_files.formats import BadRows, LoadOptions, ReadOptions, TypeChangedError, varies
 from fedpax.user_files.held_out import part_of_split
+from fedpax.user_files.image_hashes import can_be_encoded
 from fedpax.user_files.read_table import (
     check_resized,
     conform,
@@ -65,6 +71,16 @@ class Reading:
         wanted = {*self._wanted().values()} - {None, *self._names()}
         if first_part and wanted and any(varies(group[0]) for group in self.groups):
             self.read_schema(first_part=False)
+        if first_part and self._finds_images():
+            self.read_schema(first_part=True)
+
+    def _finds_images(self) -> bool:
+        """Read up to the first image if the first parts have damaged ones; tell if there is one."""
+        options, kinds = self._read_options, self.schema.types
+        if options.image_size is None or options.decoded or any(map(are_images, kinds)):
+            return False
+        parts = (part for group in self.groups for part in self._parts(group))
+        return any(map(can_be_encoded, kinds)) and any(options.decoded for _ in parts)
 
     def check_columns(self) -> None:
         """Check that the files have the columns that the options name."""

@@ -73,6 +73,7 @@ def select_files(
         client=options.client,
         image=options.image,
         read=read,
+        decoded=set(),
     )
     return Selection(name, _group(data_files), read_options, names_split, unwanted)
 

@@ -1,5 +1,6 @@
 """Tests of `fedpax data` on files that are read in parts."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 from pyarrow import csv, parquet
 from small_runs import Command
 
@@ -204,3 +206,28 @@ def test_a_picture_of_parts_shows_the_same_clients(
             np.testing.assert_allclose(getattr(result, field), value, rtol=1e-9)
     status, _, errors = command("data", f"{tmp_path}/all.parquet", picture)
     assert status == 2 and "shows clients, but the files have none" in errors
+
+
+def test_images_in_tables_are_told_alike(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, rows = np.random.default_rng(0), []
+    for k in range(30):
+        stream = io.BytesIO()
+        shape = (4, 6, 4) if k % 3 else (4, 4)
+        Image.fromarray(rng.integers(0, 256, shape, np.uint8)).save(stream, "PNG")
+        rows.append({"image": stream.getvalue(), "camera": f"camera {k % 2}"})
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    arguments = ["data", f"{tmp_path}/a.parquet", "--client=camera"]
+    assert "image: encoded images; --image_size=HEIGHTxWIDTH decodes" in command(*arguments)[1]
+    expected = command(*arguments, "--image_size=3x3")
+    told = (
+        "uint8[3, 3, 3]",
+        "20 images with alpha",
+        "20 images of another ratio",
+        "10 gray images",
+    )
+    assert all(text in expected[1] for text in told) and "__" not in expected[1]
+    monkeypatch.setattr(survey, "_LARGE", 0)
+    monkeypatch.setattr("fedpax.commands.data.load", None)
+    assert command(*arguments, "--image_size=3x3") == expected

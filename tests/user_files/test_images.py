@@ -16,6 +16,7 @@ from pyarrow import parquet
 from fedpax.data import load, prepare
 from fedpax.user_files import selection
 from fedpax.user_files.held_out import held_out
+from fedpax.user_files.readers import arrow_files, tar_files
 
 SITES = ("ann", "bö")
 LABELS = ("cat", "dog")
@@ -181,6 +182,20 @@ def damage(images: dict[str, str], folder: Path, kind: str) -> tuple[str, list[s
     return f"{folder}/a.parquet", [f"'image' of row {k} (counted from 0)" for k in (7, 12)]
 
 
+def test_a_damaged_image_before_all_others_is_skipped(
+    images: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large images are parts of their own: a damaged first one is no column of other bytes."""
+    monkeypatch.setattr(arrow_files, "_BATCH_ROWS", 1)
+    table = parquet.read_table(images["bytes"])
+    content = [b"damaged", *table.column("image").to_pylist()[1:]]
+    table = table.set_column(table.schema.get_field_index("image"), "image", pa.array(content))
+    parquet.write_table(table, tmp_path / "a.parquet")
+    made = prepare(tmp_path / "a.parquet", tmp_path / "out", image_size=(4, 4), on_bad_row="skip")
+    assert made.source.column("image").shape == (59, 4, 4, 3)
+    assert made.skipped == {str(tmp_path / "a.parquet"): 1}
+
+
 @pytest.mark.parametrize("kind", ["files", "tar", "bytes", "nested"])
 @pytest.mark.parametrize("at_once", [7, 1000])
 def test_damaged_images_are_told_or_skipped(
@@ -188,6 +203,9 @@ def test_damaged_images_are_told_or_skipped(
 ) -> None:
     """Damaged images were not skipped, and an error named one of them without a remedy."""
     monkeypatch.setattr(selection, "_IMAGES_AT_ONCE", at_once)
+    if at_once < 1000:  # a part can have no whole image
+        monkeypatch.setattr(arrow_files, "_BATCH_ROWS", 1)
+        monkeypatch.setattr(tar_files, "_EXAMPLES_AT_ONCE", 1)
     files, words = damage(images, tmp_path, kind)
     with pytest.raises(ValueError) as told:
         load(files, image_size=(4, 4))

@@ -9,10 +9,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from pyarrow import csv, parquet
 from user_files.written_tables import all_types, assert_equal, write_arrow
 
 from fedpax.data import load, prepare
+from fedpax.user_files import selection
 from fedpax.user_files.formats import BadRows, LoadOptions
 from fedpax.user_files.prepared import encode_about
 from fedpax.user_files.readers import csv_files, json_files
@@ -69,6 +71,23 @@ def test_values_of_every_type_are_those_of_prepare(
     assert_equal(loaded, made)
     assert sum(sizes) == 422
     assert 1 <= len(sizes) <= num_shards
+
+
+@pytest.mark.parametrize("at_once", [3, 1000])
+def test_images_and_their_hashes_are_those_of_prepare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(selection, "_IMAGES_AT_ONCE", at_once)
+    rng = np.random.default_rng(0)
+    for k in range(20):
+        (tmp_path / f"{k % 3}").mkdir(exist_ok=True)
+        pixels = rng.integers(0, 256, (4, 5, 3) if k % 2 else (4, 5), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{k % 3}" / f"{k}.png")
+    (tmp_path / "1" / "13.png").write_bytes(b"damaged")
+    files, given = f"{tmp_path}/{{client}}/*.png", {"image_size": (3, 3)}
+    prepare_shards(files, tmp_path / "shards", 2, skip=True, **given)
+    made = prepare(files, tmp_path / "whole", on_bad_row="skip", **given).source
+    assert len(made) == 19 and load(tmp_path / "shards").stored.equals(made.stored)
 
 
 @settings(max_examples=8, deadline=None)

@@ -230,9 +230,10 @@ def decode_features(
             continue
         column, feature = table.column(name), features.get(name, {"_type": ""})
         if can_be_encoded(column.type) and name not in options.types:
-            is_image = feature["_type"] == "Image" or name == options.image
-            resizes = options.image_size is not None
-            if is_image or (resizes and has_encoded_images(column)):
+            decoded = set() if options.decoded is None else options.decoded
+            is_image = feature["_type"] == "Image" or name == options.image or name in decoded
+            if is_image or (options.image_size is not None and has_encoded_images(column)):
+                decoded.add(name)
                 table = _decode_column(table, name, options, file, first_row)
         elif feature["_type"] in _ARRAYS and None not in feature["shape"]:
             position = table.column_names.index(name)

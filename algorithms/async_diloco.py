@@ -11,7 +11,6 @@ from jaxtyping import Array, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.arrivals import (
-    ArrivingUpdates,
     Combined,
     DelayedNesterov,
     DelayedNesterovState,
@@ -23,7 +22,7 @@ from fedpax.algorithms.parts.arrivals import (
 )
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
-from fedpax.algorithms.parts.participation import with_reported, without_absent
+from fedpax.algorithms.parts.participation import with_reported
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.clients import ArrivalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -149,18 +148,13 @@ def async_diloco(
         state: AsyncDiLoCoState, cohort: Cohort
     ) -> tuple[AsyncDiLoCoState, Metrics]:
         check_cohort("async_diloco", cohort, islands, ArrivalOrder, size_argument="islands")
-        cohort = without_absent(cohort, cohort.client_ids)
-        if cohort.schedule is not None:
-            cohort = without_absent(cohort, cohort.schedule.position)
-        gradients, inner_state, sends, metrics = outer_gradients(
+        arrivals, inner_state, sends, metrics = outer_gradients(
             make_outer_gradient(loss_fn, inner_optimizer),
             state.local_params,
             state.inner_optimizer_state,
             cohort,
             combine,
         )
-
-        arrivals = ArrivingUpdates(gradients, combine)
         positions = None if cohort.schedule is None else cohort.schedule.position
 
         def apply(

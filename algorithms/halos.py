@@ -27,7 +27,7 @@ from fedpax.algorithms.parts.arrivals import (
 )
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
-from fedpax.algorithms.parts.participation import with_reported, without_absent
+from fedpax.algorithms.parts.participation import with_reported
 from fedpax.algorithms.parts.tree_arithmetic import select, subtract, weighted_sum
 from fedpax.checks import FRACTION
 from fedpax.clients import RegionalOrder
@@ -201,19 +201,14 @@ def halos(
     @program(islands=islands)
     def halos_round(state: HALoSState, cohort: Cohort) -> tuple[HALoSState, Metrics]:
         check_cohort("halos", cohort, islands, RegionalOrder, size_argument=None)
-        cohort = without_absent(cohort, cohort.client_ids)
-        order: Any = cohort.schedule
-        if order is not None:
-            cohort = without_absent(cohort, order.position)
-        gradients, inner_state, sends, metrics = outer_gradients(
+        arrivals, inner_state, sends, metrics = outer_gradients(
             make_outer_gradient(loss_fn, inner_optimizer),
             state.local_params,
             state.inner_optimizer_state,
             cohort,
             combine,
         )
-        arrivals = ArrivingUpdates(gradients, combine)
-        schedule = _make_schedule(order, jnp.array(region_of), num_regions)
+        schedule = _make_schedule(cohort.schedule, jnp.array(region_of), num_regions)
         if schedule.exchanges is not None:
             applied = [
                 (exchange.applies >= 0).astype(jnp.float32) for exchange in schedule.exchanges

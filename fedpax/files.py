@@ -95,6 +95,15 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
+def is_utf8(text: bytes) -> bool:
+    """Return whether bytes are text in UTF-8."""
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def check_nesting(value: Any) -> None:
     """Raise a ValueError if a JSON value nests too deep for functions that follow it."""
     level, depth = _items([value]), 0

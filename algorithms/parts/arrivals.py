@@ -13,7 +13,7 @@ from fedpax.aggregators import Aggregator, mean
 from fedpax.aggregators.aggregator import without_epsilon
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.parts.method_checks import check_setting
-from fedpax.algorithms.parts.participation import mean_metrics, takes_part
+from fedpax.algorithms.parts.participation import mean_metrics, takes_part, without_absent
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import scale, select
 from fedpax.checks import COUNT, FRACTION, NON_NEGATIVE, Range, check_argument
@@ -30,11 +30,14 @@ def outer_gradients(
     inner_state: optax.OptState,
     cohort: Cohort,
     aggregator: Aggregator | None,
-) -> tuple[Params, optax.OptState, Bool[Array, " islands"], Metrics]:
-    """Train each island from its own model. Inside a program."""
+) -> tuple["ArrivingUpdates", optax.OptState, Bool[Array, " islands"], Metrics]:
+    """Train each island that is present from its own model. Inside a program."""
     # Returns the outer gradients and the inner states, placed; which islands have a valid step, and
     # so an update to send; the mean metrics of those islands, with a schedule also their number,
     # `arrivals`.
+    cohort = without_absent(cohort, cohort.client_ids)
+    if cohort.schedule is not None:
+        cohort = without_absent(cohort, cohort.schedule.position)
     gradients, inner_state, metrics = federated_map(
         outer_gradient, local_params, inner_state, cohort.batches, cohort.num_steps
     )
@@ -43,7 +46,7 @@ def outer_gradients(
     metrics = mean_metrics(metrics, weights, mean() if aggregator is None else aggregator)
     if cohort.schedule is not None:
         metrics |= {"arrivals": federated_sum(weights)}
-    return gradients, inner_state, sends, metrics
+    return ArrivingUpdates(gradients, aggregator), inner_state, sends, metrics
 
 
 class Combined(NamedTuple):

@@ -16,7 +16,13 @@ import fedpax
 from fedpax.algorithm import FederatedAlgorithm, Params
 from fedpax.data import CohortRounds
 from fedpax.deploy.artifacts import pack_stages
-from fedpax.deploy.runtime import Artifact, ArtifactError, check_content, check_manifest
+from fedpax.deploy.runtime import (
+    Artifact,
+    ArtifactError,
+    check_content,
+    check_format,
+    check_manifest,
+)
 from fedpax.errors import ArgumentError
 from fedpax.files import explain_damage, parse_json, read_file
 from fedpax.run_files.configuration import class_name, to_json
@@ -180,16 +186,8 @@ def parse_program(text: str, path: str | Path = "program.json") -> RoundProgram:
         content = parse_json(text)
     except ValueError as error:
         raise ArtifactError(f"{path} is damaged: {error}. Export again.") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ArtifactError(
-            f"{path} is not an exported program, expected program.json of "
-            "`fedpax export --flower`. Export again."
-        )
-    if content.get("format_version") != VERSION:
-        raise ArtifactError(
-            f"{path} has format {content.get('format_version')!r}, and this fedpax reads "
-            f"{VERSION}. Update fedpax, or export again with the version here."
-        )
+    wanted = "an exported program, expected program.json of `fedpax export --flower`. Export again."
+    check_format(content, path, FORMAT, VERSION, wanted)
     manifest = check_manifest(content.get("manifest"), path)
     try:
         if content["program"] != _sha256(content):

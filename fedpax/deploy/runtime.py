@@ -245,16 +245,8 @@ def check_manifest(
     manifest: Any, path: str | Path, today: datetime.date | None = None
 ) -> dict[str, Any]:
     """Return a manifest after checks of its format, its date and its own sha256."""
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ArtifactError(
-            f"{path} is not a manifest of exported stages. Give the folder of "
-            "`fedpax export --stages`."
-        )
-    if manifest.get("format_version") != VERSION:
-        raise ArtifactError(
-            f"{path} has format {manifest.get('format_version')!r}, and this runtime reads "
-            f"{VERSION}. Update fedpax, or export again with the version here."
-        )
+    wanted = "a manifest of exported stages. Give the folder of `fedpax export --stages`."
+    check_format(manifest, path, FORMAT, VERSION, wanted)
     versions = manifest.get("versions")
     if not isinstance(versions, dict) or not {"fedpax", "jax"} <= versions.keys():
         raise ArtifactError(
@@ -278,6 +270,17 @@ def check_manifest(
             "Export again."
         )
     return manifest
+
+
+def check_format(content: Any, path: str | Path, kind: str, version: int, wanted: str) -> None:
+    """Check that a file's content is of a kind, in the version that this fedpax reads."""
+    if not isinstance(content, dict) or content.get("format") != kind:
+        raise ArtifactError(f"{path} is not {wanted}")
+    if content.get("format_version") != version:
+        raise ArtifactError(
+            f"{path} has format {content.get('format_version')!r}, and this fedpax reads "
+            f"{version}. Update fedpax, or export again with the version here."
+        )
 
 
 def program_hash(manifest: Mapping[str, Any]) -> str:

@@ -156,7 +156,7 @@ def model_axes() -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("islands", "clients"))
 
 
-def largest_message(formats: Sequence[FragmentFormat]) -> int:
+def largest_fragment(formats: Sequence[FragmentFormat]) -> int:
     """Return the bytes of the largest message of arrays: a fragment, or an update of one."""
     return max(
         sum(like.dtype.itemsize * math.prod(like.shape) for like in types.values())
@@ -165,7 +165,7 @@ def largest_message(formats: Sequence[FragmentFormat]) -> int:
     )
 
 
-def check_arrays(
+def describe_other_arrays(
     arrays: Mapping[str, np.ndarray], expected: Mapping[str, jax.ShapeDtypeStruct]
 ) -> str | None:
     """Describe how arrays differ from the expected names, shapes and dtypes; None if equal."""

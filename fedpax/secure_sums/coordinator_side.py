@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -101,7 +101,7 @@ class CoordinatorSide:
             raise SecureSumError(f"a site sends the phase {str(phase)[:100]!r}")
         if phase != self.phase or site not in self.waiting:
             return False
-        answer = getattr(self, f"_receive_{phase}")(message)
+        answer = self._STEPS[phase][0](self, message)
         if phase == PHASES[0] and self._signer is not None:
             self._signer.check(site, answer.signed_content(self.session, site), answer.proof)
         self._received[site] = answer
@@ -125,7 +125,7 @@ class CoordinatorSide:
                 f"{self.session!r}, expected at least {self._roster.threshold}. Missing: "
                 f"{missing[:300]}. Repeat the sum with the sites that answer"
             )
-        requests: dict[str, Message] = getattr(self, f"_end_{self.phase}")()
+        requests = self._STEPS[self.phase][1](self)
         self.phase = (*PHASES, "done")[PHASES.index(self.phase) + 1]
         self._asked, self._received = left, {}
         return requests
@@ -218,6 +218,14 @@ class CoordinatorSide:
         self.total = {name: array.view(np.int32) for name, array in self._sum.items()}
         self._sum = {}
         return {}
+
+    # By phase, how an answer is read and how the phase ends.
+    _STEPS: ClassVar[Mapping[str, tuple[Callable[..., Any], Callable[..., dict[str, Message]]]]] = {
+        "keys": (_receive_keys, _end_keys),
+        "share": (_receive_share, _end_share),
+        "mask": (_receive_mask, _end_mask),
+        "reveal": (_receive_reveal, _end_reveal),
+    }
 
     def _restore(
         self,

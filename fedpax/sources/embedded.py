@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fedpax.files import is_utf8
 from fedpax.sources.source import Source
 
 # Tests are larger than the library, and many distributions do not install them. The other ones are
@@ -44,16 +45,8 @@ def source_files(root: Path) -> Iterator[tuple[str, bytes]]:
                 continue
             path = Path(folder, name)
             text = path.read_bytes()
-            if text and _is_utf8(text):
+            if text and is_utf8(text):
                 yield path.relative_to(root).as_posix(), text
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def is_heldout(path: str) -> bool:

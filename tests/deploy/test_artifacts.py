@@ -269,7 +269,7 @@ def damage(folder: Path) -> None:
         (lambda f: replace_by_pipe(f / "fold_0.jax"), "it is not a regular file"),
         (lambda f: change_manifest(f, files=["a"]), "it lists no files"),
         (lambda f: (f / "manifest.json").write_text('{"a": 1}'), "is not a manifest of exported"),
-        (lambda f: change_manifest(f, format_version=2), "has format 2, and this runtime reads 1"),
+        (lambda f: change_manifest(f, format_version=2), "has format 2, and this fedpax reads 1"),
         (lambda f: change_manifest(f, files={"../x": "0"}), "lists no file '../x'"),
         (lambda f: change_manifest(f, not_after="2100-1-1"), "its not_after is '2100-1-1', exp"),
         (

@@ -7,7 +7,7 @@ import optax
 
 from fedpax.aggregators import codecs
 from fedpax.algorithms import decoupled_diloco_parts
-from fedpax.islands.method_parts import FragmentFormat, check_arrays
+from fedpax.islands.method_parts import FragmentFormat, describe_other_arrays
 
 
 def test_a_codec_encodes_an_update_and_decodes_it():
@@ -27,11 +27,11 @@ def test_a_codec_encodes_an_update_and_decodes_it():
 
 def test_other_arrays_are_described():
     expected = {"w": jax.ShapeDtypeStruct((3,), "float32")}
-    assert check_arrays({"w": np.zeros(3, np.float32)}, expected) is None
+    assert describe_other_arrays({"w": np.zeros(3, np.float32)}, expected) is None
     for other, described in (
         (np.zeros(2), "float64[2]"),
         (np.zeros(2, np.float32), "float32[2]"),
         (np.zeros(3), "float64[3]"),
     ):
-        difference = check_arrays({"w": other}, expected)
+        difference = describe_other_arrays({"w": other}, expected)
         assert difference == f"array 'w' is {described}, expected float32[3]"

@@ -25,7 +25,7 @@ from fedpax.islands.island.local_model import LocalModel
 from fedpax.islands.island.training_rounds import IslandLog, ShardPrefetch, TrainingRounds
 from fedpax.islands.method_parts import (
     build_parts,
-    largest_message,
+    largest_fragment,
     parts_of,
     shorten,
     tokens_per_step,
@@ -225,7 +225,7 @@ def _make_link(
     """Make the link of process 0, which knows the versions of a saved ledger."""
     if connection is None:
         return None
-    connection.max_message_bytes = largest_message(model.formats)
+    connection.max_message_bytes = largest_fragment(model.formats)
     versions, epoch = [-1] * len(model.formats), None
     if ledger is not None:
         versions = [fragment["version"] for fragment in ledger["fragments"]]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedpax.islands.method_parts import FragmentFormat, check_arrays
+from fedpax.islands.method_parts import FragmentFormat, describe_other_arrays
 from fedpax.sites.site_process import find_other_format
 from fedpax.transport.calls import DisconnectedError, RefusedError, WaitingError
 from fedpax.transport.message import Message
@@ -286,7 +286,7 @@ class Link:
 
     def _accept(self, answer: Message) -> None:
         p, version = answer.header["fragment"], answer.header["version"]
-        if difference := check_arrays(answer.arrays, self._formats[p].shapes):
+        if difference := describe_other_arrays(answer.arrays, self._formats[p].shapes):
             raise RefusedError(
                 f"the syncer sent other parameters in fragment {p}: {difference}. Use the same "
                 "model and the same version of fedpax on both sides."

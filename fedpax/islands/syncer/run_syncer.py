@@ -12,7 +12,7 @@ import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.islands.method_parts import build_parts, largest_message, parts_of, tokens_per_step
+from fedpax.islands.method_parts import build_parts, largest_fragment, parts_of, tokens_per_step
 from fedpax.islands.syncer.island_table import IslandWatch
 from fedpax.islands.syncer.logs import RoundLog, read_merges
 from fedpax.islands.syncer.members import FREE_SHARD_AFTER
@@ -138,7 +138,7 @@ def run_syncer(
                 done=first,
                 item_unit=run.item_unit,
                 certificates=certificates,
-                max_message_bytes=largest_message(model.formats),
+                max_message_bytes=largest_fragment(model.formats),
                 max_calls=max(128, 4 * parts.islands),  # an island has up to two at a time
             ) as files,
         ):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from fedpax.algorithm import AlgorithmParts
-from fedpax.islands.method_parts import check_arrays
+from fedpax.islands.method_parts import describe_other_arrays
 from fedpax.transport.admission import CheckedHeader
 from fedpax.transport.calls import MalformedError
 
@@ -82,7 +82,7 @@ def check_update(
             f"the update claims {update.tokens:g} tokens in {update.steps} steps, expected at "
             f"most {tokens_per_step:g} per step. Use the same data settings everywhere."
         )
-    if difference := check_arrays(update.arrays, wire_shapes):
+    if difference := describe_other_arrays(update.arrays, wire_shapes):
         raise MalformedError(
             f"the update of fragment {p} has other parameters: {difference}. Use the same "
             "model and the same version of fedpax on both sides."

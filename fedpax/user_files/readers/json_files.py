@@ -12,7 +12,7 @@ import pyarrow as pa
 from pyarrow import json as arrow_json
 
 from fedpax.errors import ArgumentError
-from fedpax.files import NESTING, parse_json
+from fedpax.files import NESTING, is_utf8, parse_json
 from fedpax.user_files.columns import concatenate_values, json_values
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions, TypeChangedError
@@ -35,7 +35,7 @@ def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
     types = dict[str, pa.DataType]()
     for block, number in _blocks_of_lines(file):
         _check_nesting_of_lines(block, number)
-        if not _is_utf8(block):
+        if not is_utf8(block):
             raise not_utf8(file)
         types |= _types_in(block, options)
     try:
@@ -97,11 +97,11 @@ def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions
     """Parse lines; `number` lines of the file are before them."""
     _check_nesting_of_lines(block, number)
     types = _types_in(block, options)
-    is_utf8 = _is_utf8(block)
-    if not is_utf8 and options.bad_rows is None:
+    decodes = is_utf8(block)
+    if not decodes and options.bad_rows is None:
         raise not_utf8(file)
     try:
-        if not is_utf8:
+        if not decodes:
             raise pa.ArrowInvalid("not UTF-8")
         return _parse_lines(lambda: pa.BufferReader(block), _LARGEST_BLOCK, types)
     except pa.ArrowInvalid as error:
@@ -118,14 +118,6 @@ def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions
         except ValueError:
             options.bad_rows.skip(file.path, line.decode(errors="replace"))
     return _parse_lines(lambda: pa.BufferReader(b"\n".join(kept)), _LARGEST_BLOCK, types)
-
-
-def _is_utf8(block: bytes) -> bool:
-    try:
-        block.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _types_in(block: bytes, options: ReadOptions) -> dict[str, pa.DataType]:

@@ -97,6 +97,19 @@ def run_participants(
     if axis is None:
         return loop.run(slices_of, chunk_size)
     loop = loop._replace(participant_fn=with_manual_axis(device_jaxpr, axis))
+    first_indices = _first_indices(first_index, devices, placement) if uses_index else None
+    return _run_on_devices(loop, axis, first_indices, slices_of, chunk_size)
+
+
+def _run_on_devices(
+    loop: DeviceLoop,
+    axis: str,
+    first_indices: jax.Array | None,
+    slices_of: list[LazySlice | ClientRows],
+    chunk_size: ChunkSize,
+) -> list[jax.Array]:
+    """Run a loop on each device of an axis of the mesh, and reduce the totals over the devices."""
+    monoids, devices = loop.monoids, jax.sharding.get_abstract_mesh().shape[axis]
 
     def on_device(server_values, first, placed):
         device_loop = loop._replace(
@@ -110,7 +123,7 @@ def run_participants(
         stacked, totals = device_loop.split(outputs)
         return [*stacked, *apply_by_monoid(monoids, lambda m, own: m.all_reduce(own, axis), totals)]
 
-    first_indices = _first_indices(first_index, devices, placement) if uses_index else None
+    num_stacked = len(loop.out_avals) - len(monoids)
     outputs = jax.shard_map(
         on_device,
         axis_names={axis},
@@ -118,7 +131,7 @@ def run_participants(
         out_specs=[*[P(axis)] * num_stacked, *[P()] * len(monoids)],
         # The jaxpr is differentiated already, so it need not know which values vary over the axis.
         check_vma=False,
-    )(list(server_values), first_indices, slices_of)
+    )(list(loop.server_values), first_indices, slices_of)
     return [_reshard_to_type(x) for x in outputs]
 
 

@@ -293,21 +293,7 @@ def state_shardings(
     # parameters. A leaf belongs to a parameter if its path ends with the parameter's path and its
     # last axes are the parameter's, or some rows of them. Axes of participants in front of them are
     # sharded too.
-    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    try:
-        specs = jax.tree.broadcast(params_shardings, params, is_leaf=_is_sharding)
-    except ValueError:
-        raise ArgumentError(
-            f"shardings.params has the structure {jax.tree.structure(params_shardings)}, expected "
-            f"the parameters' structure, {structure}, or one NamedSharding for all. Pass one "
-            "NamedSharding for each parameter."
-        ) from None
-    known = [
-        (path, leaf.shape, sharding.spec)
-        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(specs), strict=True)
-    ]
-    # Longest path first: a leaf "layer.w" must match the parameter "layer.w" before "w".
-    known.sort(key=lambda entry: -len(entry[0]))
+    known = _specs_of_parameters(params, params_shardings)
     divides = placement in mesh.shape and num_participants % mesh.shape[placement] == 0
 
     def parameter_of(path: tuple[Any, ...], leaf: Any) -> tuple[Any, int, PartitionSpec] | None:
@@ -355,6 +341,27 @@ def state_shardings(
     return jax.tree_util.tree_map_with_path(
         shardings_of, state, is_leaf=lambda node: isinstance(node, ClientStore)
     )
+
+
+def _specs_of_parameters(
+    params: Params, shardings: ShardingTree
+) -> list[tuple[tuple[Any, ...], tuple[int, ...], PartitionSpec]]:
+    """Return the path, shape and spec of each parameter, the longest path first."""
+    # A leaf "layer.w" of a state must match the parameter "layer.w" before "w".
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    try:
+        specs = jax.tree.broadcast(shardings, params, is_leaf=_is_sharding)
+    except ValueError:
+        raise ArgumentError(
+            f"shardings.params has the structure {jax.tree.structure(shardings)}, expected the "
+            f"parameters' structure, {structure}, or one NamedSharding for all. Pass one "
+            "NamedSharding for each parameter."
+        ) from None
+    known = [
+        (path, leaf.shape, sharding.spec)
+        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(specs), strict=True)
+    ]
+    return sorted(known, key=lambda entry: -len(entry[0]))
 
 
 def _is_sharding(leaf: Any) -> bool:

@@ -49,6 +49,21 @@ class CallPool(concurrent.futures.ThreadPoolExecutor):
             with self._lock:
                 self._waiting.pop(thread, None)
 
+    def receive(self, chunks: Iterator[bytes], end: Callable[[], object]) -> Iterator[bytes]:
+        """Yield the chunks of a peer, and wait for each of them as `waits_for_peer`."""
+        while True:
+            with self.waits_for_peer(end):
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+
+    def send(self, chunks: Iterator[bytes], end: Callable[[], object]) -> Iterator[bytes]:
+        """Yield the chunks for a peer, and wait until each is read as `waits_for_peer`."""
+        for chunk in chunks:
+            with self.waits_for_peer(end):
+                yield chunk
+
     def _run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)

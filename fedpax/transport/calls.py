@@ -313,19 +313,6 @@ def _respond(
     if admission is not None:
         handler = admission.guard(handler)
 
-    def receive(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        while True:
-            with pool.waits_for_peer(context.cancel):
-                chunk = next(chunks, None)
-            if chunk is None:
-                return
-            yield chunk
-
-    def send(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        for chunk in chunks:
-            with pool.waits_for_peer(context.cancel):
-                yield chunk
-
     def refuse(sender: str, error: RefusedError | BusyError, context: Any) -> NoReturn:
         if not getattr(error, "is_told", False):
             log.warning("%s is refused: %s", sender, error)
@@ -336,7 +323,7 @@ def _respond(
     def respond(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
         peer = _peer_name(context)
         with sites.count(peer) as fits:
-            return send(answer(peer, fits, chunks, context), context)
+            return pool.send(answer(peer, fits, chunks, context), context.cancel)
 
     def answer(peer: str, fits: bool, chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
         sender = peer or context.peer()
@@ -348,7 +335,7 @@ def _respond(
                 )
             if admission is not None and peer:
                 admission.check(peer)
-            message = decode(receive(chunks, context), most_bytes())
+            message = decode(pool.receive(chunks, context.cancel), most_bytes())
         except MessageError as error:
             if not context.is_active():  # the peer has cancelled the call, or is gone
                 return iter(())

@@ -254,7 +254,7 @@ class CohortRounds:
         padded = (len(client_ids), length)
         is_step = np.arange(length) < num_steps[:, None]
         steps = np.flatnonzero(is_step)
-        if reads_all := MOSTLY_PADDING * len(steps) >= math.prod(padded) or not len(steps):
+        if MOSTLY_PADDING * len(steps) >= math.prod(padded) or not len(steps):
             steps = np.arange(math.prod(padded))
             first = np.arange(len(client_ids)) * (length * batch_size)
         else:
@@ -269,6 +269,27 @@ class CohortRounds:
             # Or it is zeros, which `ColumnReader` can leave in used memory.
             indices = np.full(mask.shape, chosen.min() if len(chosen) else 0)
             indices[at] = chosen
+        batches = self._read_steps(indices, mask, steps, is_step, preprocess, read_only=read_only)
+        return Cohort(
+            batches,
+            num_examples=checked_cast(np.minimum(sizes, row_slots), np.int32, "num_examples"),
+            num_steps=checked_cast(num_steps, np.int32, "num_steps"),
+            client_ids=checked_cast(client_ids, np.int32, "client_ids", "Sample fewer clients."),
+        )
+
+    def _read_steps(
+        self,
+        indices: NDArray[np.int64],
+        mask: NDArray[np.bool_],
+        steps: NDArray[np.int64],
+        is_step: NDArray[np.bool_],
+        preprocess: Preprocess,
+        *,
+        read_only: bool,
+    ) -> dict[str, NDArray[Any]]:
+        """Read the examples of the steps, and fill all other steps of the batches with zeros."""
+        padded, batch_size = is_step.shape, int(self.settings["batch_size"])
+        reads_all = len(steps) == is_step.size
         # A `preprocess` of the user can fail at zeros, or write to the arrays that it is given.
         is_known = self._preprocess is dict or self._scales_images
         if isinstance(self._read, ColumnReader) and is_known and reads_all:
@@ -286,12 +307,7 @@ class CohortRounds:
                 read[steps] = values
             batches[name] = read.reshape(*padded, *read.shape[1:])
         self._check_shapes(batches)
-        return Cohort(
-            batches,
-            num_examples=checked_cast(np.minimum(sizes, row_slots), np.int32, "num_examples"),
-            num_steps=checked_cast(num_steps, np.int32, "num_steps"),
-            client_ids=checked_cast(client_ids, np.int32, "client_ids", "Sample fewer clients."),
-        )
+        return batches
 
     def _sample(self, round_number: int) -> NDArray[np.int64]:
         """Sample the clients of a round, and check what a subclass of `ClientSampler` returns."""

@@ -119,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, PermissionError) and isinstance(error.filename, str):
             print_error(f"fedpax: {describe_no_permission(Path(error.filename))}")
         else:
-            print_error(f"fedpax: {getattr(error, 'in_flags', None) or error}")
+            told = f"fedpax: {getattr(error, 'in_flags', None) or error}"
+            print_error(told + _place_of(error))
         return failure
 
 
@@ -200,11 +201,31 @@ def _status_of(error: Exception) -> int | None:
         return None
     if isinstance(error, FedpaxError) and not isinstance(error, CALLERS_ERRORS):
         return error.exit_status
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    package = last.f_globals.get("__name__", "").partition(".")[0]
+    is_raised_here = package in ("__main__", "fedpax")
+    is_told = not _foreign_frames(error) or _place_of(error)
+    return USAGE_ERROR if is_raised_here and is_told else None
+
+
+def _foreign_frames(error: Exception) -> list[tuple[Path, int, str]]:
+    """Return the file, line and function of an error's frames in the user's code and packages."""
     known = {*sys.stdlib_module_names, "__main__", "fedpax", "grain", "jax"}
-    is_own = packages[-1] in ("__main__", "fedpax") and known.issuperset(packages)
-    return USAGE_ERROR if is_own else None
+    return [
+        (Path(frame.f_code.co_filename), line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in known
+    ]
+
+
+def _place_of(error: Exception) -> str:
+    """Return the place in the user's code whose call raised an error; empty if it has no part."""
+    frames = _foreign_frames(error) if isinstance(error, CALLERS_ERRORS) else []
+    frames = [frame for frame in frames if "site-packages" not in frame[0].parts]
+    if not frames:
+        return ""
+    file, line, function = frames[-1]
+    return f" (called by {file.name}:{line}, in {function})"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from fedpax.errors import ArgumentError, ConfigurationError, MissingPackageError
 from fedpax.settings.client_aggregators import AggregatorConfig
 from fedpax.settings.client_methods import MethodConfig
 from fedpax.settings.cohort_settings import CohortConfig
+from fedpax.training.startup_report import METRICS_HAVE_NO_NOISE
 from fedpax.training.training_config import TrainingConfig
 
 
@@ -62,7 +63,8 @@ def make_aggregator(experiment: PrivateRun, sampler: ClientSampler) -> Aggregato
 def check_private(experiment: PrivateRun) -> None:
     """Check that a private aggregator fits the method, and the clients of a round."""
     method, aggregator = experiment.method, experiment.aggregator
-    _check_method(method, aggregator)
+    if method.has_aggregator and configured_accountant(aggregator) is not None:
+        method.check_private(f"aggregator={aggregator.function.__name__}", method.sent_exactly)
     is_sampled = experiment.cohort.sampling_probability is not None
     if is_sampled and getattr(aggregator, "min_participants", 0) is None:
         raise ArgumentError(
@@ -70,24 +72,6 @@ def check_private(experiment: PrivateRun) -> None:
             "0 unless all --cohort.size clients join a round. Set "
             "--aggregator.min_participants to a number that nearly all rounds have."
         )
-
-
-def _check_method(method: MethodConfig, aggregator: AggregatorConfig) -> None:
-    """Check that a private aggregator adds noise to everything that changes the model."""
-    if not method.has_aggregator or configured_accountant(aggregator) is None:
-        return
-    if (sent := method.sent_exactly) is None:
-        return
-    name, combine = method.function.__name__, aggregator.function.__name__
-    functions = {n.strip("_"): MethodConfig.of(f) for n, f in MethodConfig.functions().items()}
-    covered = [
-        n for n, made in functions.items() if made().has_aggregator and made().sent_exactly is None
-    ]
-    raise ArgumentError(
-        f"method={name.strip('_')} with aggregator={combine}: clients send {sent} too, which "
-        "change the model and have no noise, so that no epsilon holds. Set --method to one of "
-        f"{', '.join(covered)}, or set another --aggregator, such as secure_mean."
-    )
 
 
 def check_noise_is_kept(former: AggregatorConfig, new: AggregatorConfig) -> None:
@@ -125,8 +109,7 @@ def describe_privacy(experiment: PrivateRun, *, in_stages: bool = False) -> tupl
         f"private: epsilon {epsilon:.4g} of the model for delta {accountant.delta:g}, after "
         f"{count_of(rounds, 'round')}{before}, for a client whose updates count or are 0, without "
         "amplification by sampling",
-        "not private: the metrics of clients, such as the loss, metrics of held-out examples, and "
-        "the numbers of clients and examples, which have no noise",
+        METRICS_HAVE_NO_NOISE,
         *experiment.disclosures,
     ]
     chosen = {"keep_best": training.keep_best, "stop_after": training.stop_after}

@@ -14,7 +14,8 @@ from absl import flags
 from numpy.typing import NDArray
 
 from fedpax.commands.parts.file_flags import check_engine_flags, flags_in_errors, parse_files
-from fedpax.commands.parts.options import configure, output_file, parse
+from fedpax.commands.parts.options import configure, parse
+from fedpax.commands.parts.output_files import output_file
 from fedpax.console import count_of, print_error, print_line
 from fedpax.data import load, partition_statistics, plot_partition
 from fedpax.data import prepare as prepare_files

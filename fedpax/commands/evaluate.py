@@ -15,7 +15,8 @@ from fedpax.algorithm import Params
 from fedpax.checkpoints.saved_state import load_state
 from fedpax.commands.parts.file_flags import engine_of
 from fedpax.commands.parts.flower_export import write_heldout_data
-from fedpax.commands.parts.options import output_file, parse
+from fedpax.commands.parts.options import parse
+from fedpax.commands.parts.output_files import output_file
 from fedpax.commands.parts.saved_run import (
     SavedRun,
     build_run,

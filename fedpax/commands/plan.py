@@ -4,7 +4,8 @@ import json
 import math
 from collections.abc import Sequence
 
-from fedpax.commands.parts.options import configure, output_file, parse
+from fedpax.commands.parts.options import configure, parse
+from fedpax.commands.parts.output_files import output_file
 from fedpax.console import print_error
 from fedpax.errors import UsageError
 from fedpax.planning import (

@@ -4,12 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedpax.commands.parts.options import (
-    did_you_mean_flag,
-    metric_names_of,
-    output_file,
-    parse,
-)
+from fedpax.commands.parts.options import did_you_mean_flag, metric_names_of, parse
+from fedpax.commands.parts.output_files import output_file
 from fedpax.commands.parts.saved_run import existing_folder
 from fedpax.console import print_error, print_line
 from fedpax.errors import UsageError

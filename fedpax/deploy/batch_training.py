@@ -30,6 +30,7 @@ from fedpax.training.logging import RoundLogger
 from fedpax.training.progress import open_progress
 from fedpax.training.resume_checks import begin_from, lock_run
 from fedpax.training.spikes import FiniteCheck, SpikeHistory
+from fedpax.training.startup_report import describe_aggregator
 from fedpax.training.tracker import track
 from fedpax.training.trainer import TrainingResult
 from fedpax.training.training_config import TrainingConfig, is_due
@@ -131,7 +132,10 @@ class _BatchLoop:
         experiment.write_inputs(folder)
         size = jax.tree.leaves(self.run.cohort_shapes)[0].shape[0]
         self.logger.log_run(num_parameters, size, self.run.item_unit)
-        for line in self.run.notes:
+        shapes = self.like, self.run.cohort_shapes
+        with jax.set_mesh(self.run.mesh):
+            _, named = jax.eval_shape(self.run.algorithm.round, *shapes)
+        for line in (*self.run.notes, *describe_aggregator(self.run, self.like, named, size)):
             if not line.startswith("simulated in one program"):
                 self.progress.note(line)
 

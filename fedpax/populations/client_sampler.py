@@ -104,7 +104,7 @@ class ClientSampler:
             raise ArgumentError(
                 f"cohort_size is {self.cohort_size}, but the population has "
                 f"{count_of(self.num_clients, 'client')} and sampling is without replacement: take "
-                f"{self.num_clients} or fewer. In an experiment, set --cohort.size."
+                f"{self.num_clients} or fewer. In an experiment of fedpax, set --cohort.size."
             )
         if self.sampling_probability is not None:
             self._check_probability(self.sampling_probability)
@@ -158,7 +158,7 @@ class ClientSampler:
                 f"a cohort_size from {suggested}, which a round in a billion exceeds, to "
                 f"{self.num_clients}. On several devices, take a multiple of their number."
             )
-        return f"Take {sizes} In an experiment, set --cohort.size."
+        return f"Take {sizes} In an experiment of fedpax, set --cohort.size."
 
     @property
     def expected_participants(self) -> float:

@@ -19,6 +19,7 @@ from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.checks import DECAY, POSITIVE
 from fedpax.clients import gather_clients
 from fedpax.clients.cohort import Cohort
+from fedpax.errors import ArgumentError
 from fedpax.settings.function_settings import FunctionSettings, accepted, is_choice, passes_on
 
 
@@ -123,9 +124,35 @@ class MethodConfig(FunctionSettings):
         Args:
             loss_fn: the clients' loss.
             settings: the settings that all methods share.
+
+        Raises:
+            ArgumentError: the aggregator is private, and the method does not take it, or sends more
+                than updates that changes the model.
         """
         algorithm: FederatedAlgorithm = self.call(settings.arguments(loss_fn))
+        if settings.aggregator is not None and settings.aggregator.accountant is not None:
+            self.check_private("a private aggregator", algorithm.sent_exactly)
         return algorithm
+
+    def check_private(self, combine: str, sent_exactly: str | None) -> None:
+        """Check that a private aggregator adds noise to everything that changes the model."""
+        name = self.function.__name__.strip("_")
+        if not self.has_aggregator:
+            raise ArgumentError(
+                f"method={name} with {combine}: {name}() has no argument aggregator, so that "
+                "nothing gets noise, and no epsilon holds. Add the argument to the function, or "
+                "leave the aggregator out."
+            )
+        if sent_exactly is None:
+            return
+        made = [method(f) for f in self.functions().values()]
+        covered = [m for m in made if m.has_aggregator and m.sent_exactly is None]
+        names = ", ".join(m.function.__name__.strip("_") for m in covered)
+        raise ArgumentError(
+            f"method={name} with {combine}: clients send {sent_exactly} too, which change the "
+            "model and have no noise, so that no epsilon holds. Set --method to one of "
+            f"{names}, or set another --aggregator, such as secure_mean."
+        )
 
     def make_init(self, init: Callable[[jax.Array], Params]) -> Callable[[jax.Array], Params]:
         """Make the initial parameters: one model, or one for each cluster from its own key."""

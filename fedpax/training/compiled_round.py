@@ -39,6 +39,7 @@ class CompiledRound(NamedTuple):
     # 0 if the mesh has no axis of this name.
     bytes_across_placement: float
     ignores_mask: bool  # whether batches have a mask, and the loss does not read it
+    metrics: Metrics  # the round's metrics, as abstract values
 
 
 def compile_round(
@@ -88,6 +89,7 @@ def compile_round(
         num_participants=num_participants,
         bytes_across_placement=_bytes_across_placement(compiled, run),
         ignores_mask=bool(losses) and not has_live_mark(traced.jaxpr.jaxpr, LOSS_MASK),
+        metrics=metrics,
     )
 
 

@@ -29,7 +29,7 @@ from fedpax.training.prefetch import Prefetch, put_on_mesh
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import TrainingJob
 from fedpax.training.spikes import FiniteCheck, Spike, SpikeHistory
-from fedpax.training.startup_report import UNREAD_MASK, announce
+from fedpax.training.startup_report import UNREAD_MASK, announce, describe_aggregator
 from fedpax.training.tracker import Tracker
 from fedpax.training.training_config import is_due, last_due_before
 from fedpax.training.virtual_time import utilization_of
@@ -139,8 +139,11 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         norm = self._training.update_norm
         compile = functools.partial(compile_round, run, skip_spikes=self._skips, update_norm=norm)
         self._rounds = CompiledLengths(run.cohorts, cohort, compile)
-        if self._rounds.first.ignores_mask:
+        first = self._rounds.first
+        if first.ignores_mask:
             self._progress.note(UNREAD_MASK)
+        for line in describe_aggregator(run, first.state, first.metrics, first.num_participants):
+            self._progress.note(line)
 
     @property
     def _compiled_round(self) -> CompiledRound:

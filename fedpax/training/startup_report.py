@@ -3,7 +3,9 @@
 import math
 import shlex
 import shutil
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -19,6 +21,10 @@ from fedpax.training.virtual_time import Utilization
 UNREAD_MASK = (
     "the loss does not read the mask of its batches, so padding is trained on too: weigh examples "
     "by batch['mask'], as the losses of fedpax.models do"
+)
+METRICS_HAVE_NO_NOISE = (
+    "not private: the metrics of clients, such as the loss, metrics of held-out examples, and the "
+    "numbers of clients and examples, which have no noise"
 )
 
 
@@ -57,6 +63,52 @@ def announce(
         progress.note(f"resuming from round {first}{kept}")
     elif run.initial is not None:
         progress.note(f"reading the initial parameters, {run.initial.source}")
+
+
+def describe_aggregator(
+    run: Run, state: Any, metrics: Collection[str], participants: int
+) -> tuple[str, ...]:
+    """Describe what a round's aggregator does that its user has to know, whoever made the run.
+
+    Args:
+        run: the run.
+        state: the algorithm's state, or its abstract values.
+        metrics: the names of the round's metrics.
+        participants: the number of participants of a round.
+    """
+    lines = list[str]()
+    is_told = any("epsilon" in line for line in run.notes)  # by an experiment that knows more
+    if "noise_stddev" in metrics and "epsilon" in metrics and not is_told:
+        lines += [
+            "private: the metric epsilon is of the model after each round, for a client whose "
+            "updates count or are 0, without amplification by sampling "
+            "(fedpax.aggregators.privacy_spent computes epsilon with it)",
+            METRICS_HAVE_NO_NOISE,
+            "simulated in one program: the noise is drawn from the aggregator's seed. A reader who "
+            "knows the seed can subtract the noise, and no epsilon holds",
+        ]
+    elif "noise_stddev" in metrics and not is_told:
+        sent = run.algorithm.sent_exactly
+        reason = "the noise is 0, or something else that changes the model has no noise"
+        if sent is not None:
+            reason = f"clients send {sent} too, which change the model and have no noise"
+        lines.append(f"not private: no epsilon holds, because {reason}")
+    num_clients = getattr(run.cohorts, "num_clients", None)
+    if num_clients is not None and participants < num_clients and _has_residual(state):
+        lines.append(
+            f"error feedback with {participants} of {num_clients} clients in a round: the residual "
+            "of one client is added to the update of another. Without --aggregator.error_feedback, "
+            "codecs that are unbiased need no residual"
+        )
+    return tuple(lines)
+
+
+def _has_residual(state: Any) -> bool:
+    """Return whether a state holds residuals of error feedback."""
+    if getattr(state, "residual", None) is not None:
+        return True
+    below = state.values() if isinstance(state, dict) else state
+    return isinstance(state, dict | list | tuple) and any(map(_has_residual, below))
 
 
 def describe_unused(experiment: Experiment, run: Run, participants: int) -> str | None:

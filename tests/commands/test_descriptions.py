@@ -4,7 +4,8 @@ from fedpax.commands.flag_table import describe_flags
 from fedpax.commands.join import describe as describe_island
 from fedpax.commands.join import describe_site
 from fedpax.commands.parts.descriptions import join_lines, split_columns
-from fedpax.commands.parts.options import describe_group, did_you_mean_flag, output_file, parse
+from fedpax.commands.parts.options import describe_group, did_you_mean_flag, parse
+from fedpax.commands.parts.output_files import output_file
 from fedpax.commands.train import describe as describe_run
 from fedpax.commands.train_in_python import in_python
 from fedpax.experiments.catalog import find_experiment

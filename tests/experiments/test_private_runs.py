@@ -50,7 +50,8 @@ def loss_fn(w, batch):
 
 def algorithm_and_state(name: str, combine: str):
     config, made = method(name), aggregator(combine).make(3, N)
-    algorithm = config.make(loss_fn, ClientTraining(N, N, 0.1, optax.sgd(1.0), 1, made))
+    settings = ClientTraining(N, N, 0.1, optax.sgd(1.0), 1, made)
+    algorithm = config.call(settings.arguments(loss_fn))  # unchecked
     init = config.make_init(lambda key: jax.random.normal(key, 5))
     return algorithm, algorithm.init(init(jax.random.key(0)))
 
@@ -104,6 +105,29 @@ def test_a_run_whose_model_no_epsilon_covers_is_refused(
     assert {"fedavg", "fedprox", "ditto"} <= {*covered} and name not in covered
     for other in covered:
         dataclasses.replace(fedavg_synthetic(), **fields | {"method": method(other)})
+
+
+def without_aggregator(loss_fn, *, cohort_size, client_optimizer) -> fedpax.FederatedAlgorithm:
+    return fedavg(loss_fn, cohort_size=cohort_size, client_optimizer=client_optimizer)
+
+
+@pytest.mark.parametrize("combine", PRIVATE)
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ("scaffold", "clients send changes of controls too, which change the model and have no"),
+        (without_aggregator, "has no argument aggregator, so that nothing gets noise"),
+    ],
+)
+def test_an_own_experiment_cannot_make_a_method_that_no_epsilon_covers(
+    chosen, words: str, combine: str
+) -> None:
+    settings = ClientTraining(N, N, 0.1, optax.sgd(1.0), 1, aggregator(combine).make(3, N))
+    with pytest.raises(ValueError, match=f"with a private aggregator: .*{words}"):
+        method(chosen).make(loss_fn, settings)
+    for allowed in (None, aggregator("private_mean", noise_multiplier=0.0).make(3, N)):
+        method(chosen).make(loss_fn, settings._replace(aggregator=allowed))
+    method("fedavg").make(loss_fn, settings)
 
 
 def test_a_mean_without_noise_goes_with_each_method() -> None:

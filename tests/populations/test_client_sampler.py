@@ -154,7 +154,7 @@ def test_sampling_from_a_huge_population_needs_no_memory_per_client():
     [
         ({"num_clients": 10, "cohort_size": 0}, "cohort_size is 0, expected at least 1"),
         ({"num_clients": 10, "cohort_size": 11}, "take 10 or fewer"),
-        ({"num_clients": 10, "cohort_size": 11}, "In an experiment, set --cohort.size."),
+        ({"num_clients": 10, "cohort_size": 11}, "In an experiment of fedpax, set --cohort.size."),
         ({"num_clients": 0, "cohort_size": 1}, "take 0 or fewer"),
         ({"num_clients": 3, "cohort_size": 1, "weights": [1.0, 2.0]}, "each of the 3 clients"),
         (
@@ -280,7 +280,7 @@ def test_a_poisson_draw_that_is_too_large_raises():
             f"{size} clients join round {r}, but cohort_size is 10. A round of all 100 clients "
             "with sampling_probability=0.1 has 10 on average, with standard deviation 3. Take a "
             "cohort_size from 34, which a round in a billion exceeds, to 100. On several devices, "
-            "take a multiple of their number. In an experiment, set --cohort.size."
+            "take a multiple of their number. In an experiment of fedpax, set --cohort.size."
         )
         with pytest.raises(ValueError, match=re.escape(message)):
             sampler.sample(r)
@@ -303,8 +303,14 @@ def test_one_poisson_round_in_a_billion_exceeds_the_suggested_size(probability):
         ({"sampling_probability": 0.2, "weights": np.ones(100)}, "Leave weights out"),
         ({"sampling_probability": 0.2}, "has 20 clients on average"),
         ({"sampling_probability": 0.2}, "Take a cohort_size from 50, which a round in a billion"),
-        ({"sampling_probability": 0.2}, "take a multiple of their number. In an experiment, set"),
-        ({"sampling_probability": 0.9}, "Take cohort_size=100, all clients. In an experiment, set"),
+        (
+            {"sampling_probability": 0.2},
+            "a multiple of their number. In an experiment of fedpax, set",
+        ),
+        (
+            {"sampling_probability": 0.9},
+            "cohort_size=100, all clients. In an experiment of fedpax, set",
+        ),
         ({"sampling_probability": 0.2}, "Or reduce sampling_probability (--cohort.sampling_prob"),
     ],
 )

@@ -91,7 +91,7 @@ def test_each_method_takes_an_aggregator(name: str, monkeypatch: pytest.MonkeyPa
     experiment = fedavg_synthetic()
     monkeypatch.setattr(type(experiment), "takes_clusters", True)
     experiment = dataclasses.replace(experiment, **fields)
-    algorithm, state = method_of(experiment, PrivateMean())
+    algorithm, state = method_of(experiment, PrivateMean(noise_multiplier=0.0))
     _, metrics = jax.eval_shape(algorithm.round, state, COHORT)
     assert "noise_stddev" in metrics
 

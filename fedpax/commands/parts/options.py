@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import operator
 import os
 import sys
@@ -27,12 +28,12 @@ from fedpax.console import escape_controls, print_error
 from fedpax.errors import UsageError
 from fedpax.experiments.catalog import ExperimentGroup, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
-from fedpax.extras import check_installed
 from fedpax.run_files.configuration import check_is_dataclass, seed_paths, with_seed
 from fedpax.run_files.paths import resolve_job_log_dir
 from fedpax.settings.function_settings import FunctionSettings
 from fedpax.training.experiment import Experiment
 
+RESERVED = frozenset({"exp", "job_log_dir"})  # no field can have the name of these flags
 _PARSING = threading.Lock()
 _DEFINE: dict[type, Callable[..., Any]] = {
     str: flags.DEFINE_string,
@@ -44,9 +45,13 @@ _DEFINE: dict[type, Callable[..., Any]] = {
 
 
 def parse(
-    command: str, arguments: Sequence[str], *, needs_exp: bool = True
+    command: str,
+    arguments: Sequence[str],
+    own: Sequence[str] = (),
+    *,
+    needs_exp: bool = True,
 ) -> tuple[flags.FlagValues, list[str]]:
-    """Return a command's own flags, parsed, and all other arguments."""
+    """Return a command's flags, parsed, and all other arguments, `own` behind them."""
     options = flags.FlagValues()
     options.set_gnu_getopt(True)  # flags may follow "--model.num_layers 4"
     for name, flag in COMMANDS[command].flags.items():
@@ -66,7 +71,25 @@ def parse(
             f"`fedpax {command}` has no --exp, expected --exp=NAME. Run `fedpax list` to see the "
             "names."
         )
-    return options, fields
+    return options, [*fields, *own]
+
+
+def _split_own(command: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split off the arguments for fields of an experiment that have the name of a flag."""
+    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    exps = [w.partition("=")[2] or after for w, after in pairs if w.partition("=")[0] == "--exp"]
+    if not exps or "," in exps[-1]:
+        return [*arguments], []
+    skip_absent_tpus()  # before the experiment's file looks for devices
+    fields = getattr(find_experiment(exps[-1])(), "__dataclass_fields__", {})
+    names = {f"--{name}" for name in ({*fields} & {*COMMANDS[command].flags}) - RESERVED}
+    others, own, words = list[str](), list[str](), iter(arguments)
+    for word in words:
+        if word.partition("=")[0] not in names:
+            others.append(word)
+        else:
+            own += [word] if "=" in word else [word, *itertools.islice(words, 1)]
+    return others, own
 
 
 def _define(options: flags.FlagValues, name: str, flag: Flag) -> None:
@@ -82,7 +105,7 @@ def _define(options: flags.FlagValues, name: str, flag: Flag) -> None:
 
 def parse_run(command: str, arguments: Sequence[str]) -> tuple[flags.FlagValues, Experiment, Path]:
     """Parse the arguments of a command that runs one experiment in a folder."""
-    options, fields = parse(command, arguments)
+    options, fields = parse(command, *_split_own(command, arguments))
     try:
         experiment = configure(options.exp, fields, options.job_log_dir, command=command)
     except SystemExit as stop:  # tyro has printed the error: it knows the fields, not the flags
@@ -121,35 +144,6 @@ def check_job_log_dir(options: flags.FlagValues) -> None:
         )
 
 
-def output_file(flag: str, name: str | None, suffix: str = "") -> Path | None:
-    """Check the file that a command will write, and make its folder."""
-    if not name:
-        return None
-    example = f"Set for example --{flag}={flag}{suffix or '.txt'}."
-    if not name.endswith(suffix):
-        format_name = suffix.removeprefix(".").upper()
-        raise UsageError(
-            f"--{flag}={name} is not a {format_name}, expected a name that ends with {suffix}. "
-            f"{example}"
-        )
-    if suffix == ".png":
-        check_installed("matplotlib", f"--{flag}={name}")
-    path = Path(name).expanduser()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        reason = "it is a folder" if path.is_dir() else None
-        if reason is None and not os.access(path if path.exists() else path.parent, os.W_OK):
-            reason = "no permission"
-    except OSError as error:
-        reason = f"{error.strerror}: {error.filename}"
-    if reason is not None:
-        raise UsageError(
-            f"--{flag}={name} cannot be written ({reason}), expected the name of a file in a "
-            f"folder that exists or can be made. {example}"
-        )
-    return path
-
-
 def configure(
     exp: str,
     overrides: Sequence[str],
@@ -177,6 +171,11 @@ def configure(
             "fedpax.training.experiment.Experiment. Return one from a function without arguments."
         )
     check_is_dataclass(experiment)
+    for name in sorted(RESERVED & {f.name for f in dataclasses.fields(experiment)}):
+        raise UsageError(
+            f"--exp={exp} has a field {name}, the name of a flag of the command line. Rename the "
+            "field."
+        )
     words = f"fedpax {command} --exp={exp}"
     words += " --job_log_dir=DIR" if "job_log_dir" in COMMANDS[command].flags else ""
     return override(experiment, overrides, words, inspect.getdoc(function) or "", job_log_dir)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.inner_steps import keep_finite
+from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.local_steps import count_steps, gradient_and_metrics, local_steps
 from fedpax.algorithms.parts.method_checks import (
     check_no_keys,

@@ -14,6 +14,7 @@ from fedpax.aggregators import Aggregator
 from fedpax.aggregators.privacy_accounting import several_releases
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.decoupled_parts import directional_mean
+from fedpax.algorithms.parts.finite_states import finite_steps
 from fedpax.algorithms.parts.fragments import (
     Fragment,
     FragmentFn,
@@ -25,7 +26,6 @@ from fedpax.algorithms.parts.inner_steps import (
     InnerReport,
     InnerSteps,
     average_reports,
-    finite_steps,
     make_inner_steps,
 )
 from fedpax.algorithms.parts.method_checks import check_optimizer

@@ -9,12 +9,9 @@ import optax
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.inner_steps import (
-    frozen_leaves,
-    keep_finite,
-    keep_leaves,
-    make_outer_gradient,
-)
+from fedpax.algorithms.parts.finite_states import keep_finite
+from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves
+from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.local_steps import optimizer_step
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
 from fedpax.algorithms.parts.participation import (

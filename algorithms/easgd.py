@@ -9,7 +9,7 @@ import optax
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.inner_steps import keep_finite
+from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.participation import (

@@ -10,7 +10,7 @@ import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
-from fedpax.algorithms.parts.inner_steps import keep_finite
+from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.local_steps import local_update, proximal_term
 from fedpax.algorithms.parts.method_checks import (
     check_no_keys,

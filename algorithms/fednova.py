@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.fedavg import FedAvgState
-from fedpax.algorithms.parts.inner_steps import UNSUITABLE
+from fedpax.algorithms.parts.frozen_leaves import UNSUITABLE
 from fedpax.algorithms.parts.local_steps import count_steps, local_update
 from fedpax.algorithms.parts.method_checks import check_no_keys
 from fedpax.algorithms.parts.participation import (

@@ -11,7 +11,7 @@ import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.inner_steps import weights_of_finite
+from fedpax.algorithms.parts.finite_states import weights_of_finite
 from fedpax.algorithms.parts.local_steps import (
     added_term,
     full_gradient,

@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.inner_steps import finite_weights
+from fedpax.algorithms.parts.finite_states import finite_weights
 from fedpax.algorithms.parts.local_steps import (
     gradient_and_metrics,
     mean_over_examples,

@@ -13,6 +13,7 @@ import optax
 from fedpax.aggregators import Aggregator, mean
 from fedpax.aggregators.privacy_accounting import several_releases
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithms.parts.finite_states import finite_steps
 from fedpax.algorithms.parts.fragment_blocks import Block, Phases, loop_at
 from fedpax.algorithms.parts.fragments import (
     FragmentFn,
@@ -20,12 +21,7 @@ from fedpax.algorithms.parts.fragments import (
     layer_fragments,
     make_fragments,
 )
-from fedpax.algorithms.parts.inner_steps import (
-    InnerReport,
-    average_reports,
-    finite_steps,
-    make_inner_steps,
-)
+from fedpax.algorithms.parts.inner_steps import InnerReport, average_reports, make_inner_steps
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.participation import (
     mean_metrics,

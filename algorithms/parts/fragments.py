@@ -15,7 +15,7 @@ from fedpax.aggregators import Aggregator, random_stream
 from fedpax.aggregators.aggregator import Weights
 from fedpax.aggregators.random_numbers import traced_random_stream
 from fedpax.algorithm import Metrics, Params
-from fedpax.algorithms.parts.inner_steps import frozen_leaves, keep_leaves, without_leaves
+from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves, without_leaves
 from fedpax.algorithms.parts.local_steps import optimizer_step
 from fedpax.algorithms.parts.tree_arithmetic import subtract
 from fedpax.errors import ArgumentError, ArgumentTypeError

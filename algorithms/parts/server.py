@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from fedpax.aggregators import Aggregator, mean
 from fedpax.aggregators.aggregator import Weights, without_epsilon
 from fedpax.algorithm import Metrics, Params, describe_value, is_scalar
-from fedpax.algorithms.parts.inner_steps import frozen_leaves, keep_leaves, without_frozen_leaves
+from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves, without_frozen_leaves
 from fedpax.algorithms.parts.local_steps import optimizer_step
 from fedpax.algorithms.parts.method_checks import check_optimizer
 from fedpax.algorithms.parts.participation import (

@@ -21,7 +21,7 @@ from fedpax.aggregators import (
 )
 from fedpax.algorithms import diloco, eager_diloco, fedavg, streaming_diloco
 from fedpax.algorithms.parts.decoupled_parts import decoupled_diloco_parts
-from fedpax.algorithms.parts.inner_steps import frozen_leaves
+from fedpax.algorithms.parts.frozen_leaves import frozen_leaves
 from fedpax.algorithms.parts.local_steps import optimizer_step
 from fedpax.islands.syncer.outer_model import Contribution, OuterModel
 

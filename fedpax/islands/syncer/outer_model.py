@@ -14,7 +14,7 @@ import optax
 from fedpax.aggregators import random_stream
 from fedpax.aggregators.privacy_accounting import several_releases
 from fedpax.algorithm import AlgorithmParts, Params
-from fedpax.algorithms.parts.inner_steps import keep_leaves, without_leaves
+from fedpax.algorithms.parts.frozen_leaves import keep_leaves, without_leaves
 from fedpax.algorithms.parts.local_steps import optimizer_step
 from fedpax.errors import ConfigurationError
 from fedpax.islands.method_parts import FragmentFormat

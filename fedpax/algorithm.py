@@ -187,7 +187,7 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
     has any type.
 
     A run can resume with another number of participants: placed values are then averaged or copied
-    (`fedpax.checkpoints.participant_weights`). If this makes no sense for a method, its state has a
+    (`fedpax.checkpoints.resize_weights`). If this makes no sense for a method, its state has a
     property `fixed_participants` that returns the reason, such as "each expert belongs to a
     domain". Resuming then raises.
 

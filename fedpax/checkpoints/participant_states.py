@@ -24,7 +24,7 @@ FIXED = "fixed_participants"
 """The property of a state that returns why its number of participants cannot change."""
 
 
-def participant_weights(
+def resize_weights(
     num_saved: int, num_participants: int, rule: ParticipantRule = "average"
 ) -> Float[np.ndarray, "participants saved"]:
     """Return the weight of each saved participant in the state of each new one.
@@ -43,9 +43,9 @@ def participant_weights(
     the last n - m participants are dropped, and the mean changes.
 
     Example:
-        >>> participant_weights(4, 3).tolist()
+        >>> resize_weights(4, 3).tolist()
         [[0.75, 0.25, 0.0, 0.0], [0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.25, 0.75]]
-        >>> participant_weights(2, 3, "copy").tolist()
+        >>> resize_weights(2, 3, "copy").tolist()
         [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]
     """
     check_rule(rule)
@@ -88,7 +88,7 @@ def resize_participants(
     # index.
     if saved.shape == like.shape:
         return saved
-    weights = participant_weights(saved.shape[0], like.shape[0], rule)
+    weights = resize_weights(saved.shape[0], like.shape[0], rule)
     if kept is not None:
         if rule == "average":
             weights = np.full_like(weights, 1 / len(saved))

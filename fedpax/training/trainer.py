@@ -106,7 +106,7 @@ def train(
         participant_states: how to make the states that participants keep between rounds, such as
             islands' inner optimizers, when the run resumes with another number of participants:
             "average" keeps their mean, "copy" gives participant i the state of saved participant
-            i mod n (`fedpax.checkpoints.participant_weights`). The model and the state of the outer
+            i mod n (`fedpax.checkpoints.resize_weights`). The model and the state of the outer
             optimizer always come from the checkpoint.
         membership: the part of this process in an elastic job (`fedpax train --elastic`). Default
             None: there is no such job.

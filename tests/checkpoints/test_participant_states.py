@@ -14,8 +14,8 @@ from fedpax.checkpoints.participant_states import (
     check_resizable,
     check_rule,
     kept_participants,
-    participant_weights,
     resize_participants,
+    resize_weights,
     saved_placed_struct,
 )
 
@@ -37,7 +37,7 @@ def overlaps(num_saved: int, num_participants: int) -> np.ndarray:
 
 @given(counts, counts)
 def test_an_average_keeps_the_mean_and_equals_the_count_of_grains(n: int, m: int) -> None:
-    weights = participant_weights(n, m)
+    weights = resize_weights(n, m)
     np.testing.assert_allclose(weights, overlaps(n, m), rtol=1e-12, atol=0)
     np.testing.assert_allclose(weights.sum(axis=1), np.ones(m), rtol=1e-12)
     np.testing.assert_allclose(weights.sum(axis=0), np.full(n, m / n), rtol=1e-12)
@@ -45,13 +45,13 @@ def test_an_average_keeps_the_mean_and_equals_the_count_of_grains(n: int, m: int
 
 @given(counts, counts)
 def test_copies_that_are_averaged_again_are_the_states_themselves(n: int, factor: int) -> None:
-    there, back = participant_weights(n, n * factor), participant_weights(n * factor, n)
+    there, back = resize_weights(n, n * factor), resize_weights(n * factor, n)
     np.testing.assert_allclose(back @ there, np.eye(n), rtol=1e-12, atol=1e-15)
 
 
 @given(counts, counts)
 def test_a_copy_takes_the_saved_participants_in_turn(n: int, m: int) -> None:
-    weights = participant_weights(n, m, "copy")
+    weights = resize_weights(n, m, "copy")
     assert weights.argmax(axis=1).tolist() == [i % n for i in range(m)]
     assert (weights.sum(axis=1) == 1).all() and np.isin(weights, (0, 1)).all()
 
@@ -61,7 +61,7 @@ def test_a_copy_takes_the_saved_participants_in_turn(n: int, m: int) -> None:
 def test_arrays_equal_the_weighted_sum(n: int, m: int, rule: Any) -> None:
     saved = np.random.default_rng(n).normal(size=(n, 3, 2)).astype(np.float32)
     resized = resize_participants(jnp.asarray(saved), like((m, 3, 2), jnp.float32), rule)
-    weights = participant_weights(n, m, rule)
+    weights = resize_weights(n, m, rule)
     np.testing.assert_allclose(resized, np.einsum("mn,n...->m...", weights, saved), rtol=1e-6)
     if rule == "average":
         np.testing.assert_allclose(resized.mean(0), saved.mean(0), rtol=1e-5, atol=1e-7)
@@ -77,7 +77,7 @@ def test_bfloat16_is_averaged_in_float32_and_rounded_once(seed: int) -> None:
     saved = jax.random.normal(jax.random.key(seed), (4, 5), jnp.bfloat16)
     resized = resize_participants(saved, like((3, 5), jnp.bfloat16))
     wide = np.asarray(saved, np.float32)
-    expected = jnp.asarray(participant_weights(4, 3).astype(np.float32) @ wide, jnp.bfloat16)
+    expected = jnp.asarray(resize_weights(4, 3).astype(np.float32) @ wide, jnp.bfloat16)
     assert resized.dtype == jnp.bfloat16
     assert (np.asarray(resized) == np.asarray(expected)).all()
 
@@ -117,7 +117,7 @@ def test_a_device_reads_its_share_where_the_axis_divides_the_saved_number(
     with jax.set_mesh(mesh):
         resized = resize_participants(jax.device_put(saved, struct.sharding), wanted)
     assert resized.sharding == sharding
-    np.testing.assert_allclose(resized, participant_weights(n, 2) @ saved, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(resized, resize_weights(n, 2) @ saved, rtol=1e-5, atol=1e-6)
 
 
 class Experts(NamedTuple):

@@ -32,7 +32,7 @@ from island_layouts import (
 from several_processes import finish, start
 
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.checkpoints.participant_states import participant_weights
+from fedpax.checkpoints.participant_states import resize_weights
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.trainer import train
@@ -81,7 +81,7 @@ def test_server_values_keep_their_bits_and_island_values_follow_the_rule(
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
         lambda x: x.sharding, wanted
     )
-    weights = participant_weights(old.islands, new.islands)
+    weights = resize_weights(old.islands, new.islands)
     for name in state._fields:
         result, former = getattr(restored, name), getattr(state, name)
         if name not in PLACED[method]:
@@ -188,7 +188,7 @@ def test_a_run_continues_from_the_resized_state_at_the_same_round_of_the_data(
     # As a state of init for the new islands, with the former values.
     state = METHODS[method](old.islands).init(init_params(jax.random.key(0)))
     state, losses = plain_rounds(method, state, old.islands, range(3))
-    weights = participant_weights(old.islands, new.islands)
+    weights = resize_weights(old.islands, new.islands)
 
     def resize(x: jax.Array) -> jax.Array:
         if not x.ndim:  # the aggregator's round

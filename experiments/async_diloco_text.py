@@ -22,13 +22,10 @@ from fedpax.experiments.text_experiment import TextExperiment, text_fields
 from fedpax.settings.function_settings import accepted, documented_by
 from fedpax.settings.trace_settings import TraceConfig
 from fedpax.simulation import IslandArrivals, dynamic_local_steps, island_arrivals
+from fedpax.training.exchanged_bytes import with_exchanged_bytes
 from fedpax.training.experiment import Run
-from fedpax.training.virtual_time import (
-    ScheduledRounds,
-    TimedSchedule,
-    with_exchanged_bytes,
-    with_virtual_seconds,
-)
+from fedpax.training.scheduled_rounds import ScheduledRounds
+from fedpax.training.virtual_time import TimedSchedule, with_virtual_seconds
 
 
 class Order(Protocol):

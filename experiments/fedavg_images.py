@@ -52,8 +52,8 @@ from fedpax.sources.source import Examples
 from fedpax.training.client_metrics import EvaluatedClients, LabelWeights, classification_by_client
 from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.experiment import Run
+from fedpax.training.scheduled_rounds import ScheduledRounds
 from fedpax.training.training_config import TrainingConfig
-from fedpax.training.virtual_time import ScheduledRounds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

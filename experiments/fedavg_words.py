@@ -38,8 +38,8 @@ from fedpax.settings.cohort_settings import (
 from fedpax.sources.source import get_field
 from fedpax.sources.stackoverflow_words import stackoverflow_words
 from fedpax.training.evaluation import Batch
+from fedpax.training.scheduled_rounds import ScheduledRounds
 from fedpax.training.training_config import TrainingConfig
-from fedpax.training.virtual_time import ScheduledRounds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

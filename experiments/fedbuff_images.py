@@ -25,14 +25,11 @@ from fedpax.settings.cohort_settings import CohortConfig, DirichletPopulation
 from fedpax.settings.function_settings import documented_by
 from fedpax.settings.trace_settings import TraceConfig
 from fedpax.simulation import BufferedArrivals, buffered_arrivals
+from fedpax.training.exchanged_bytes import with_exchanged_bytes
 from fedpax.training.experiment import Run
+from fedpax.training.scheduled_rounds import ScheduledRounds
 from fedpax.training.training_config import TrainingConfig
-from fedpax.training.virtual_time import (
-    ScheduledRounds,
-    TimedSchedule,
-    with_exchanged_bytes,
-    with_virtual_seconds,
-)
+from fedpax.training.virtual_time import TimedSchedule, with_virtual_seconds
 
 
 @dataclasses.dataclass(frozen=True)

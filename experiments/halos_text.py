@@ -14,7 +14,8 @@ from fedpax.experiments.async_diloco_text import AsynchronousText, async_diloco_
 from fedpax.experiments.text_experiment import text_fields
 from fedpax.settings.function_settings import arguments_of, documented_by
 from fedpax.simulation import RegionalArrivals, dynamic_local_steps, regional_arrivals
-from fedpax.training.virtual_time import tree_bytes, with_exchanged_bytes, with_virtual_seconds
+from fedpax.training.exchanged_bytes import tree_bytes, with_exchanged_bytes
+from fedpax.training.virtual_time import with_virtual_seconds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,8 @@ from fedpax.settings.client_aggregators import AggregatorConfig
 from fedpax.settings.client_files import FilesConfig, OpenFiles, PreparedFiles
 from fedpax.settings.client_methods import MODELS, MethodConfig
 from fedpax.settings.cohort_settings import CohortConfig
+from fedpax.training.exchanged_bytes import tree_bytes
 from fedpax.training.experiment import Run
-from fedpax.training.virtual_time import tree_bytes
 
 MOST_BYTES = 2**28
 """The bytes of a part, models included. All examples stay in memory if they have fewer."""

@@ -34,6 +34,7 @@ from fedpax.checkpoints.participant_states import (
     saved_struct,
     shapes_of_same_clients,
 )
+from fedpax.checkpoints.run_position import RunPosition, gather_stream_state
 from fedpax.checkpoints.saved_rounds import (
     DELETED,
     NOT_DAMAGE,
@@ -43,7 +44,6 @@ from fedpax.checkpoints.saved_rounds import (
     set_aside_unfinished,
     write_checksums,
 )
-from fedpax.checkpoints.saved_state import RunPosition, gather_stream_state
 from fedpax.checkpoints.state_parts import StateParts
 from fedpax.console import print_error
 from fedpax.errors import FedpaxError

@@ -23,12 +23,13 @@ from fedpax.run_files.configuration import to_json, write_configuration
 from fedpax.run_files.goodput import GoodputClock
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import latest_round, resolve_job_log_dir
+from fedpax.training.begin_from import begin_from
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.compiled_round import init_state, run_state_shardings, with_shardings
 from fedpax.training.experiment import Experiment, Run, check_run
 from fedpax.training.logging import RoundLogger
 from fedpax.training.progress import open_progress
-from fedpax.training.resume_checks import begin_from, lock_run
+from fedpax.training.resume_checks import lock_run
 from fedpax.training.spikes import FiniteCheck, SpikeHistory
 from fedpax.training.startup_report import describe_aggregator
 from fedpax.training.tracker import track

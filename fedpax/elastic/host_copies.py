@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithm import State
 from fedpax.checkpoints.participant_states import check_resizable
-from fedpax.checkpoints.saved_state import StreamState
+from fedpax.checkpoints.run_position import StreamState
 from fedpax.files import create_draft, is_private
 
 Region: TypeAlias = tuple[tuple[int, int], ...]  # start and stop on each axis

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from fedpax.algorithm import State
-from fedpax.checkpoints.saved_state import StreamState, gather_stream_state
+from fedpax.checkpoints.run_position import StreamState, gather_stream_state
 from fedpax.console import print_error
 from fedpax.elastic.host_copies import (
     HostCopies,

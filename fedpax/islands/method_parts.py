@@ -15,8 +15,8 @@ from fedpax.aggregators.codecs.update_coder import UpdateCoder
 from fedpax.algorithm import AlgorithmParts
 from fedpax.errors import ConfigurationError
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.begin_from import begin_from
 from fedpax.training.experiment import Experiment, Run
-from fedpax.training.resume_checks import begin_from
 from fedpax.transport.admission import MAX_TEXT
 
 

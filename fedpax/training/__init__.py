@@ -21,16 +21,16 @@ _NAMES = {
     "fedpax.run_files.metrics": "read_metrics select",
     "fedpax.training.client_metrics": "ClientMetrics",
     "fedpax.training.evaluation": "evaluate_by_client evaluator placed_evaluator",
+    "fedpax.training.exchanged_bytes": "with_exchanged_bytes",
     "fedpax.training.experiment": (
         "Experiment HeldoutMetrics Run Shardings StoredParams with_frozen_argument"
     ),
     "fedpax.training.logging": "NonFiniteError",
+    "fedpax.training.scheduled_rounds": "ScheduledRounds",
     "fedpax.training.spikes": "RepeatedSpikesError",
     "fedpax.training.trainer": "StorageError TrainingResult train",
     "fedpax.training.training_config": "TrainingConfig",
-    "fedpax.training.virtual_time": (
-        "ScheduledRounds TimedSchedule with_exchanged_bytes with_virtual_seconds"
-    ),
+    "fedpax.training.virtual_time": "TimedSchedule with_virtual_seconds",
 }
 # Commands that do not train need not load the models.
 __all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)

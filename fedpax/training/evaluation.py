@@ -1,7 +1,6 @@
 """Evaluation: metrics of the server's model on held-out data, computed on the training mesh."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import chex
@@ -12,23 +11,14 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from fedpax.algorithm import LossFn, Params, loss_and_metrics
-from fedpax.checkpoints.exports import Exports
-from fedpax.checkpoints.orbax_files import Retention
-from fedpax.checkpoints.saved_state import among
 from fedpax.checks import COUNT, check_argument
 from fedpax.clients.cohort import MASK
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives import federated_map, federated_sum
 from fedpax.primitives.casts import checked_tree
 from fedpax.primitives.user_functions import check_tree_not_deleted
-from fedpax.processes.communication import gather_json
-from fedpax.run_files.evaluations import STOP, Evaluations
-from fedpax.run_files.metrics import MetricsWriter
-from fedpax.run_files.paths import CHECKPOINTS, complete_rounds
 from fedpax.training.experiment import HeldoutMetrics, Run
-from fedpax.training.logging import as_floats
 from fedpax.training.prefetch import put_on_mesh
-from fedpax.training.training_config import TrainingConfig
 from fedpax.transforms.program import program
 
 Batch = Mapping[str, np.ndarray]
@@ -233,6 +223,12 @@ def map_examples(
     return run
 
 
+def heldout_metrics(run: Run, state: Any) -> HeldoutMetrics:
+    """Evaluate the state of a run: the server's model, and the participants' own."""
+    metrics = run.evaluate(state.params)
+    return metrics if run.evaluate_state is None else {**metrics, **run.evaluate_state(state)}
+
+
 def _weight(batch: Batch) -> float:
     if "mask" in batch:
         return float(np.sum(batch["mask"], dtype=np.float64))
@@ -283,74 +279,3 @@ def _check_mask(function: str, name: str, batch: Any) -> None:
             f"{function}(): the mask of {name} has the value {wrong[0]}, expected finite numbers "
             "of at least 0. Mark padding with 0, and other examples with 1."
         )
-
-
-# ---- after evaluations: keep the best model, and end a run that no longer improves
-
-
-def heldout_metrics(run: Run, state: Any) -> HeldoutMetrics:
-    """Evaluate the state of a run: the server's model, and the participants' own."""
-    metrics = run.evaluate(state.params)
-    return metrics if run.evaluate_state is None else {**metrics, **run.evaluate_state(state)}
-
-
-class EarlyStop:
-    """Decides after evaluations what to save, and when to stop; all processes decide the same."""
-
-    def __init__(
-        self, training: TrainingConfig, saved_in: Path, retention: Retention, exports: Exports
-    ) -> None:
-        self._training, self._saved_in = training, saved_in
-        self._retention, self._exports = retention, exports
-        self._kept: Sequence[Mapping[str, Any]] = ()
-
-    def start(self, kept: Sequence[Mapping[str, Any]]) -> None:
-        """Begin with the evaluations that are logged already."""
-        training, self._kept = self._training, kept
-        self._evaluations = Evaluations(kept, training.keep_best, training.stop_after)
-        saved = (
-            complete_rounds(self._saved_in / CHECKPOINTS) if training.keep_best is not None else []
-        )
-        if jax.process_count() > 1:
-            saved = gather_json(saved)[0]
-        # A better model may not have been kept, if `keep_best` was set later.
-        self._saved = among(kept, saved, training.keep_best)
-        self._keep(self._saved.best_round)
-
-    def check_metric(self, evaluate: Callable[[], HeldoutMetrics]) -> None:
-        """Check that an evaluation has the metric `keep_best`, before a round is trained."""
-        # The first model is evaluated for it, unless an evaluation had it. All have a loss.
-        kept, keep_best = self._evaluations, self._training.keep_best
-        if keep_best is None or kept.metric.name == "loss" or kept.best_round or kept.waited:
-            return
-        Evaluations((), keep_best, 0).add(0, as_floats(evaluate())[0])
-
-    def _keep(self, round_number: int) -> None:
-        self._retention.best.clear()
-        self._retention.best.update([round_number] if round_number else [])
-
-    def add(self, round_number: int, metrics: Mapping[str, float]) -> bool:
-        """Add an evaluation; return whether to save its model as the best one so far."""
-        training = self._training
-        if training.keep_best is None and not training.stop_after:
-            return False
-        if jax.process_count() > 1:
-            metrics = gather_json(dict(metrics))[0]
-        self._evaluations.add(round_number, metrics)
-        if training.keep_best is None or not self._saved.add(round_number, metrics):
-            return False
-        self._keep(round_number)
-        return True
-
-    def reason(self, done: int) -> str | None:
-        """Return why the run stops after a round; None: it does not, or it has no more rounds."""
-        return self._evaluations.reason if done < self._training.rounds else None
-
-    def log(self, done: int, metrics: MetricsWriter, seconds: Mapping[str, float]) -> None:
-        """Log that the run stops, and export its last model."""
-        self._exports.end_at(done)
-        if any((line["kind"], line["round"]) == (STOP, done) for line in self._kept):
-            return  # by an earlier process
-        evaluations = self._evaluations
-        line = {"best_round": evaluations.best_round, "evaluations_since": evaluations.waited}
-        metrics.write(STOP, done, {**line, **seconds})

@@ -12,10 +12,11 @@ from fedpax.algorithm import RESERVED_METRICS, Metrics, State
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError
 from fedpax.run_files.goodput import GoodputClock, line_values
 from fedpax.run_files.metrics import MetricsWriter, is_vector, with_quantiles
+from fedpax.training.exchanged_bytes import UPLOADED_BYTES
 from fedpax.training.experiment import HeldoutMetrics
+from fedpax.training.flops_utilization import Utilization
 from fedpax.training.progress import Progress
 from fedpax.training.spikes import FiniteCheck, SpikeHistory
-from fedpax.training.virtual_time import UPLOADED_BYTES, Utilization
 
 
 class NonFiniteError(FedpaxError, ArithmeticError):

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import jax
 
-from fedpax.checkpoints.saved_state import StreamState
+from fedpax.checkpoints.run_position import StreamState
 from fedpax.clients.cohort import Cohort, CohortStream, PackedStream
 from fedpax.console import count_of
 from fedpax.errors import ArgumentError

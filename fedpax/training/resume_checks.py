@@ -6,25 +6,20 @@ import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 
 import fedpax
-from fedpax.algorithm import Params
 from fedpax.checkpoints.orbax_files import ocp
 from fedpax.checkpoints.participant_states import (
-    ParticipantRule,
     check_resizable,
     check_same_leaves,
     has_saved_shape,
     saved_leaves,
     shapes_of_same_clients,
 )
-from fedpax.checkpoints.saved_state import load_params
 from fedpax.clients.cohort import CohortStream, fingerprint
 from fedpax.console import count_of, print_error
-from fedpax.elastic.membership import Membership
 from fedpax.errors import ConfigurationError
 from fedpax.processes.communication import gather_json
 from fedpax.run_files.configuration import (
@@ -48,9 +43,8 @@ from fedpax.run_files.paths import (
     resolve_checkpoint_dir,
     resolve_folder,
 )
-from fedpax.training.compiled_round import with_shardings
-from fedpax.training.experiment import Experiment, Run, StoredParams
-from fedpax.training.folder_owners import LOCK, CheckpointDir, JobDirLock
+from fedpax.training.experiment import Experiment
+from fedpax.training.folder_owners import LOCK, JobDirLock
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -304,54 +298,3 @@ def describe_difference(
             *remedies,
         ]
     )
-
-
-def begin_from(run: Run, job_log_dir: str | None) -> Run:
-    """Give a run the model of another run as its initial parameters."""
-    # The method begins anew: optimizer, schedule and position in the data are a new run's.
-    if job_log_dir is None:
-        return run
-    source = f"training.begin_from={job_log_dir}"
-    if run.initial is not None:
-        raise ConfigurationError(
-            f"{source} and {run.initial.source} are given, expected one of them: both are initial "
-            "parameters. Leave one out."
-        )
-    shapes = jax.eval_shape(run.init, jax.random.key(0))
-    like = with_shardings(shapes, run.resolved_shardings.params)
-
-    def load() -> Params:
-        try:
-            return load_params(job_log_dir, like=like)
-        except (FileNotFoundError, ValueError) as error:
-            raise ConfigurationError(f"{source}: {error}") from error
-
-    return run._replace(initial=StoredParams(source, like, load))
-
-
-# ---- a run to train, and what may have changed since it was saved
-
-
-class ResumeOptions(NamedTuple):
-    """Allowed changes since the folder's checkpoint was saved."""
-
-    allow_config_change: Collection[str]  # paths of fields of the configuration
-    participant_states: ParticipantRule  # how to make states for another number of participants
-    # the part of this process in an elastic job; None: there is no such job
-    membership: Membership | None = None
-
-
-class TrainingJob(NamedTuple):
-    """A run to train, and where."""
-
-    experiment: Experiment
-    folder: Path  # the run's folder
-    saved_in: Path  # the folder of its checkpoints
-    checkpoint_dir: CheckpointDir | None  # `saved_in`, if it is not the run's folder
-    exp: str  # the experiment's name on the command line
-    options: ResumeOptions
-
-    @property
-    def name(self) -> str:
-        """The name of the experiment, for messages."""
-        return self.exp or type(self.experiment).__name__

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithm import Params, State
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.checkpoints.saved_state import gather_stream_state, restore_stream
+from fedpax.checkpoints.run_position import gather_stream_state, restore_stream
 from fedpax.clients.cohort import Cohort
 from fedpax.elastic.host_copies import HostCopy
 from fedpax.elastic.membership import CopiesOfRounds
@@ -22,17 +22,18 @@ from fedpax.run_files.goodput import GoodputClock, line_values
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.training.compiled_round import CompiledLengths, CompiledRound, compile_round, init_state
 from fedpax.training.diagnostics import Profile
-from fedpax.training.evaluation import EarlyStop, heldout_metrics
+from fedpax.training.early_stop import EarlyStop
+from fedpax.training.evaluation import heldout_metrics
 from fedpax.training.experiment import Run
+from fedpax.training.flops_utilization import utilization_of
 from fedpax.training.logging import RoundLogger
 from fedpax.training.prefetch import Prefetch, put_on_mesh
 from fedpax.training.progress import Progress
-from fedpax.training.resume_checks import TrainingJob
 from fedpax.training.spikes import FiniteCheck, Spike, SpikeHistory
 from fedpax.training.startup_report import UNREAD_MASK, announce, describe_aggregator
 from fedpax.training.tracker import Tracker
 from fedpax.training.training_config import is_due, last_due_before
-from fedpax.training.virtual_time import utilization_of
+from fedpax.training.training_job import TrainingJob
 
 
 class RoundLoop(AbstractContextManager["RoundLoop"]):

@@ -15,8 +15,8 @@ from fedpax.errors import ConfigurationError
 from fedpax.parallel.mesh import available_devices
 from fedpax.run_files.paths import SCALARS
 from fedpax.training.experiment import Experiment, Run
+from fedpax.training.flops_utilization import Utilization
 from fedpax.training.progress import Progress, describe_devices
-from fedpax.training.virtual_time import Utilization
 
 UNREAD_MASK = (
     "the loss does not read the mask of its batches, so padding is trained on too: weigh examples "

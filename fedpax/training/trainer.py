@@ -32,25 +32,20 @@ from fedpax.run_files.paths import (
     resolve_checkpoint_dir,
     resolve_job_log_dir,
 )
+from fedpax.training.begin_from import begin_from
 from fedpax.training.diagnostics import Watchdog, check_profile_at
-from fedpax.training.evaluation import EarlyStop
+from fedpax.training.early_stop import EarlyStop
 from fedpax.training.experiment import Experiment, Run, check_run
 from fedpax.training.folder_owners import CheckpointDir
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress, open_progress
-from fedpax.training.resume_checks import (
-    ResumeOptions,
-    TrainingJob,
-    begin_from,
-    check_configuration,
-    check_same_data,
-    lock_run,
-)
+from fedpax.training.resume_checks import check_configuration, check_same_data, lock_run
 from fedpax.training.round_loop import RoundLoop
 from fedpax.training.spikes import RepeatedSpikesError
 from fedpax.training.startup_report import check_processes
 from fedpax.training.tracker import Tracker, track
 from fedpax.training.training_config import TrainingConfig
+from fedpax.training.training_job import ResumeOptions, TrainingJob
 
 
 class StorageError(FedpaxError, OSError):

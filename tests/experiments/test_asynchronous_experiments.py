@@ -18,9 +18,9 @@ from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.settings.trace_settings import TraceConfig
 from fedpax.simulation import Trace, save_trace
+from fedpax.training.scheduled_rounds import ScheduledRounds
 from fedpax.training.trainer import train
 from fedpax.training.training_config import TrainingConfig
-from fedpax.training.virtual_time import ScheduledRounds
 
 EIGHT_DEVICES = MeshConfig(islands=4, fsdp=2)
 TINY = TransformerConfig(

@@ -10,9 +10,9 @@ from small_regression import regression
 
 from fedpax.chips import CHIPS
 from fedpax.training.experiment import Run
+from fedpax.training.flops_utilization import utilization_of
 from fedpax.training.progress import Progress
 from fedpax.training.startup_report import announce
-from fedpax.training.virtual_time import utilization_of
 
 
 def run_on(device_kind: str, count: int, **fields: Any) -> Run:

@@ -14,10 +14,10 @@ from small_regression import Regression, regression
 from fedpax.checkpoints import checkpoint
 from fedpax.checkpoints.orbax_files import open_checkpoints
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.training.exchanged_bytes import tree_bytes
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.trainer import train
 from fedpax.training.training_config import is_due, last_due_before
-from fedpax.training.virtual_time import tree_bytes
 
 
 def settings(experiment: Regression, **changes: Any) -> Regression:

@@ -14,7 +14,7 @@ from small_regression import RandomRounds, Regression, regression
 
 from fedpax.algorithm import RESERVED_METRICS, FederatedAlgorithm
 from fedpax.checkpoints import load_params
-from fedpax.checkpoints.saved_state import restore_stream
+from fedpax.checkpoints.run_position import restore_stream
 from fedpax.errors import ConfigurationError
 from fedpax.experiments.fedavg_images import fedavg_digits
 from fedpax.parallel.mesh import MeshConfig, default_devices
@@ -22,12 +22,12 @@ from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.goodput import GoodputClock
 from fedpax.run_files.metrics import TIMINGS, MetricsWriter, read_metrics, select
 from fedpax.training.experiment import Experiment, Run
+from fedpax.training.flops_utilization import Utilization
 from fedpax.training.logging import NonFiniteError, RoundLogger
 from fedpax.training.progress import Progress
 from fedpax.training.spikes import FiniteCheck, SpikeHistory
 from fedpax.training.trainer import train
 from fedpax.training.training_config import TrainingConfig
-from fedpax.training.virtual_time import Utilization
 
 
 def settings(experiment: Regression, **changes: Any) -> Regression:

@@ -259,7 +259,7 @@ class TokenRounds:
     def get_state(self) -> dict[str, Any]:
         """Return the stream's position after the last round, as JSON values."""
         # With several processes, None is the position of a shard that only other processes read.
-        # `fedpax.checkpoints.saved_state.gather_stream_state` completes it.
+        # `fedpax.checkpoints.run_position.gather_stream_state` completes it.
         progress = self._progress
         names = [data_set.name for data_set in self._data_sets]
 

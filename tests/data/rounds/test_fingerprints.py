@@ -24,7 +24,7 @@ from fedpax.data import (
     unreliable_rounds,
 )
 from fedpax.data.rounds.stream_parts import arrays_fingerprint, texts_fingerprint
-from fedpax.training.virtual_time import ScheduledRounds
+from fedpax.training.scheduled_rounds import ScheduledRounds
 
 SIZES = {"islands": 2, "local_steps": 1, "batch_size": 1, "seq_len": 4}
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from fedpax.checkpoints.saved_state import merge
+from fedpax.checkpoints.run_position import fill_in
 from fedpax.clients import Cohort
 from fedpax.data import (
     LocalRows,
@@ -76,7 +76,7 @@ def complete_state(streams: Sequence[TokenRounds]) -> Any:
     """Return the state that all processes know together, as a checkpoint stores it."""
     state = None
     for stream in streams:
-        state = merge(state, json.loads(json.dumps(stream.get_state())))
+        state = fill_in(state, json.loads(json.dumps(stream.get_state())))
     return state
 
 

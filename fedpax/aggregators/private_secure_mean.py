@@ -169,7 +169,7 @@ def private_secure_mean(
                 leaves, structure = jax.tree.flatten(integers(update))
                 key = jax.random.fold_in(noise_key, index)
                 codes = [
-                    leaf + discrete_gaussian(jax.random.fold_in(key, i), leaf, local_stddev)
+                    leaf + draw_discrete_gaussian(jax.random.fold_in(key, i), leaf, local_stddev)
                     for i, leaf in enumerate(leaves)
                 ]
                 return jax.tree.unflatten(structure, codes)
@@ -217,7 +217,7 @@ def _resolution(n: int, noise_multiplier: float, num_entries: int, least: int) -
     return resolution
 
 
-def discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Array, "..."]:
+def draw_discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Array, "..."]:
     """Draw integers k with probabilities proportional to `exp(-k^2 / (2 stddev^2))`."""
     # Below a `stddev` of 1,000, a normal number t is rounded to an integer k = t - u, which is
     # accepted with a probability proportional to `exp((t^2 - k^2) / (2 stddev^2)) = exp(u (2 k + u)

@@ -51,12 +51,8 @@ class RunSummary(NamedTuple):
         return not math.isnan(self.loss_deviation)
 
 
-def summarize_run(name: str, job_log_dir: str | Path) -> RunSummary:
+def summarize_run(name: str, lines: Lines, job_log_dir: str | Path) -> RunSummary:
     """Summarize a run from the metrics that it logged."""
-    return _summarize(name, read_metrics(job_log_dir), job_log_dir)
-
-
-def _summarize(name: str, lines: Lines, job_log_dir: str | Path) -> RunSummary:
     runs, rounds, evaluations = (select(lines, kind) for kind in ("run", "training", "evaluation"))
     if not (rounds and evaluations):
         raise ArgumentError(
@@ -116,7 +112,7 @@ def write_comparison(
     lines = {
         name: average_lines([read_metrics(path) for path in paths]) for name, paths in each.items()
     }
-    runs = [_summarize(name, lines[name], paths[0]) for name, paths in each.items()]
+    runs = [summarize_run(name, lines[name], paths[0]) for name, paths in each.items()]
     check_metrics(metrics, lines)
     if is_installed("matplotlib"):
         from fedpax.reports.plot import Axis, plot_losses

@@ -34,7 +34,7 @@ def _average(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     deviation: dict[str, float] = {}
     for name in lines[0]:
         values = [line.get(name) for line in lines]
-        if name in ("kind", "round") or not all(map(is_number, values)):
+        if name in ("kind", "round") or not all(map(is_number_or_null, values)):
             if values.count(values[0]) == len(values):
                 average[name] = values[0]  # a text, or the lines' own key
             continue
@@ -44,7 +44,7 @@ def _average(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**average, DEVIATION: deviation}
 
 
-def is_number(value: Any) -> bool:
+def is_number_or_null(value: Any) -> bool:
     """Return whether a value of a line is a number, or null, which stands for NaN."""
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
@@ -73,7 +73,7 @@ def metric_names(runs: Mapping[str, Lines]) -> list[str]:
     for lines in runs.values():
         for kind in KINDS:
             for line in select(lines, kind)[-1:]:
-                numbers |= {name: None for name, value in line.items() if is_number(value)}
+                numbers |= {name: None for name, value in line.items() if is_number_or_null(value)}
     names = [name for name in numbers if name not in OTHER_COLUMNS]
     return sorted(names, key=lambda name: name != "loss")
 

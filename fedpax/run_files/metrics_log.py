@@ -251,13 +251,13 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     kind = line.get("kind")
     texts = {"kind", "item_unit"} if kind == "run" else {"kind"}
     is_whole = isinstance(kind, str) and all(
-        isinstance(value, str) if name in texts else value is None or is_number(value)
+        isinstance(value, str) if name in texts else value is None or is_finite_number(value)
         for name, value in line.items()
     )
     return line if is_whole else None
 
 
-def is_number(value: Any) -> bool:
+def is_finite_number(value: Any) -> bool:
     """Return whether a JSON value is a finite number that arithmetic on floats can take."""
     return isinstance(value, int | float) and -sys.float_info.max <= value <= sys.float_info.max
 

@@ -164,17 +164,7 @@ class MethodConfig(FunctionSettings):
     def personal_models(
         self, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
     ) -> Params:
-        """Return the clients' own models; the shared model for methods that make no others.
-
-        Args:
-            loss_fn: the clients' loss.
-            learning_rate: learning rate of the clients' SGD.
-            state: the algorithm's state.
-            cohort: the clients, with their ids and training batches `[clients, steps, batch, ...]`.
-
-        Returns:
-            A pytree of arrays `[clients, ...]`.
-        """
+        """Return the clients' own models `[clients, ...]`; the shared one if there are none."""
         models = MODELS.get(self.function.__name__, shared_model)
         return models(self, loss_fn, learning_rate, state, cohort)
 

@@ -173,19 +173,8 @@ def muon_dimension_numbers(logical_axes: chex.ArrayTree | None) -> chex.ArrayTre
 def stable_decay(
     peak: float, final: float, *, stable_steps: int, decay_steps: int
 ) -> optax.Schedule:
-    """Make a schedule that is constant first and decays at the end (WSD, without its warmup).
-
-    With t steps so far, S stable steps and D decay steps:
-
-        eta(t) = peak                                                        t < S
-        eta(t) = final + (peak - final) (1 - sqrt((t - S) / D))              S <= t < S + D
-        eta(t) = final                                                       S + D <= t.
-
-    Reference:
-        Hu et al., MiniCPM, arXiv:2404.06395, section 4 (WSD). Hägele et al., Scaling Laws and
-        Compute-Optimal Training Beyond Fixed Training Durations, arXiv:2405.18392, section 3
-        (1-sqrt).
-    """
+    """Make a schedule that is constant first and decays at the end (WSD, without its warmup)."""
+    # MiniCPM (arXiv:2404.06395, section 4), with the 1-sqrt decay of arXiv:2405.18392, section 3.
 
     def rate(count: jax.typing.ArrayLike) -> jax.Array:
         done = jnp.clip((jnp.asarray(count) - stable_steps) / max(decay_steps, 1), 0, 1)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fedpax.files import read_json
 from fedpax.reports.metric_table import format_bytes, format_seconds, format_value, markdown_table
-from fedpax.run_files.metrics_log import is_number
+from fedpax.run_files.metrics_log import is_finite_number
 from fedpax.sites.contract import ClientRange, Json
 from fedpax.sites.tasks import EVALUATION, ROUND, Task
 
@@ -268,11 +268,11 @@ def _is_whole(site: SiteReport) -> bool:
     texts, numbers = site[:2], (site.clients, *(getattr(site, name) for name in _COUNTS))
     return (
         all(isinstance(text, str) for text in texts)
-        and all(map(is_number, numbers))
-        and all(x is None or is_number(x) for x in (site.epsilon, site.share))
+        and all(map(is_finite_number, numbers))
+        and all(x is None or is_finite_number(x) for x in (site.epsilon, site.share))
         and isinstance(site.heldout, dict)
-        and all(map(is_number, site.heldout.values()))
-        and (site.seconds_since_message is None or is_number(site.seconds_since_message))
+        and all(map(is_finite_number, site.heldout.values()))
+        and (site.seconds_since_message is None or is_finite_number(site.seconds_since_message))
     )
 
 

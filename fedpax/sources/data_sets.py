@@ -270,13 +270,13 @@ def _base_name(name: str) -> str:
 
 
 # The classes that the metadata of a prepared data set name: TFDS imports their modules.
-FILE = "features.json"
+FEATURES_FILE = "features.json"
 _NAMES = ("type", "pythonClassName", "python_class_name")
 
 
 def check_feature_classes(folder: Path) -> None:
     """Check that opening a prepared data set imports no module that its files name."""
-    for pattern in (FILE, f"*/{FILE}", f"*/*/{FILE}"):
+    for pattern in (FEATURES_FILE, f"*/{FEATURES_FILE}", f"*/*/{FEATURES_FILE}"):
         for path in sorted(folder.glob(pattern)):
             for name in _class_names(read_json(path)):
                 module = name.rpartition(".")[0]

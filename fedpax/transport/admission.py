@@ -176,7 +176,7 @@ class Admission:
 
     def _identify_file(self) -> tuple[int, int, int] | None:
         try:
-            status = (self._folder / FILE).stat()
+            status = (self._folder / EXPELLED_FILE).stat()
         except OSError:
             return None
         return status.st_mtime_ns, status.st_size, status.st_ino
@@ -205,7 +205,7 @@ def site_of(peer: str, message: Message) -> str:
 if sys.platform != "win32":
     import fcntl
 
-FILE = "expelled.json"
+EXPELLED_FILE = "expelled.json"
 _LOCK = ".expelled.lock"
 MAX_TEXT = 200
 
@@ -220,7 +220,7 @@ class Expulsion(NamedTuple):
 
 def read_expulsions(folder: Path) -> dict[str, Expulsion]:
     """Return the expelled sites of a run by name; empty without the file."""
-    path = folder / FILE
+    path = folder / EXPELLED_FILE
     try:
         sites = {name: Expulsion(**fields) for name, fields in read_json(path).items()}
     except FileNotFoundError:
@@ -264,7 +264,7 @@ def check_site(name: str, argument: str = "site") -> None:
 
 def _write(folder: Path, sites: Mapping[str, Expulsion]) -> None:
     content = {name: expulsion._asdict() for name, expulsion in sites.items()}
-    replace_file(folder / FILE, (json.dumps(content, indent=2) + "\n").encode())
+    replace_file(folder / EXPELLED_FILE, (json.dumps(content, indent=2) + "\n").encode())
 
 
 @contextlib.contextmanager

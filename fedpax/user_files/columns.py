@@ -167,7 +167,8 @@ def _plain(array: Any) -> NDArray[Any]:
     """Convert an array without nulls."""
     data_type = array.type
     if isinstance(array, pa.FixedShapeTensorArray):
-        if not is_number(data_type.value_type):  # pyarrow refuses booleans, texts and dates
+        # pyarrow refuses booleans, texts and dates
+        if not is_integer_or_float(data_type.value_type):
             return _plain(array.storage.flatten()).reshape(len(array), *data_type.shape)
         tensor: NDArray[Any] = array.to_numpy_ndarray()
         return tensor
@@ -191,7 +192,7 @@ def _plain(array: Any) -> NDArray[Any]:
 
 def _is_list_of_numbers(kind: pa.DataType) -> bool:
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return bool(is_list and is_number(kind.value_type))
+    return bool(is_list and is_integer_or_float(kind.value_type))
 
 
 def are_images(kind: pa.DataType) -> bool:
@@ -200,7 +201,7 @@ def are_images(kind: pa.DataType) -> bool:
     return bool(is_tensor and len(kind.shape) == 3 and kind.shape[2] in (1, 3))
 
 
-def is_number(kind: pa.DataType) -> bool:
+def is_integer_or_float(kind: pa.DataType) -> bool:
     """Return whether a type is integers or floats."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
@@ -209,7 +210,7 @@ def is_scalar(kind: pa.DataType) -> bool:
     """Return whether NumPy has the values of a type: numbers, booleans, dates and durations."""
     is_instant = pa.types.is_date(kind) or pa.types.is_timestamp(kind)
     is_duration = pa.types.is_duration(kind)
-    return bool(is_number(kind) or pa.types.is_boolean(kind) or is_instant or is_duration)
+    return bool(is_integer_or_float(kind) or pa.types.is_boolean(kind) or is_instant or is_duration)
 
 
 def check_client_type(kind: pa.DataType, client: str, name: str) -> None:

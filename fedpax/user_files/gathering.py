@@ -11,7 +11,7 @@ from jaxtyping import Int64
 from numpy.typing import NDArray
 
 from fedpax.sources.aligned_arrays import ReusedMemory
-from fedpax.user_files.columns import is_number, to_numpy
+from fedpax.user_files.columns import is_integer_or_float, to_numpy
 
 _CLOSE = 4  # rows: so many of a client are likely to share a line of the cache
 _WIDE = 256  # bytes of a row from which one copy is faster than sorting the rows by batch
@@ -87,7 +87,7 @@ class ColumnGatherer:
         if isinstance(data_type, pa.FixedShapeTensorType):
             data_type = data_type.value_type
         self._mapped: _MappedRows | None = None
-        if not masked and is_number(data_type):
+        if not masked and is_integer_or_float(data_type):
             self._views = [to_numpy(chunk) for chunk in chunks]
             self._mapped = _view_together(chunks, self._views)
 

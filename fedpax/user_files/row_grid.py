@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import ipc
 
-from fedpax.user_files.columns import is_number
+from fedpax.user_files.columns import is_integer_or_float
 
 _STEP = 8  # bytes: Arrow places batches at multiples of them
 _MOST_PADDING = 1 << 20  # bytes of a batch
@@ -23,7 +23,7 @@ class RowGrid:
         sizes = {
             column: math.prod(kind.shape) * kind.value_type.bit_width // 8
             for column, kind in enumerate(schema.types)
-            if isinstance(kind, pa.FixedShapeTensorType) and is_number(kind.value_type)
+            if isinstance(kind, pa.FixedShapeTensorType) and is_integer_or_float(kind.value_type)
         }
         self._sink = sink
         self._column = max(sizes, key=lambda column: sizes[column], default=0)

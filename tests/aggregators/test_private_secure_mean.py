@@ -18,8 +18,8 @@ import fedpax
 from fedpax.aggregators import privacy_spent, private_secure_mean
 from fedpax.aggregators.private_secure_mean import (
     DITHERED_STDDEV,
-    discrete_gaussian,
     dither_bits,
+    draw_discrete_gaussian,
 )
 from fedpax.aggregators.random_numbers import normal_from_words
 from fedpax.algorithms import fedavg
@@ -52,7 +52,7 @@ def draw(scale=1.0, size=SIZE):
 def test_the_noise_is_discrete_gaussian(stddev):
     """Against the exact probabilities, by chi-square, and by variance and tails."""
     size = 100_000
-    k = np.asarray(discrete_gaussian(jax.random.key(0), jnp.zeros(size), stddev))
+    k = np.asarray(draw_discrete_gaussian(jax.random.key(0), jnp.zeros(size), stddev))
     edge = int(4 * stddev)
     values = np.arange(-edge, edge + 1)
     probability = np.exp(-(values**2) / (2 * stddev**2))
@@ -83,7 +83,7 @@ def test_the_total_variation_distance_of_large_noise_is_the_stated_one(stddev):
 @pytest.mark.parametrize("stddev", [2.0 * DITHERED_STDDEV, 1e6, 2e8])
 def test_noise_of_a_large_deviation_is_discrete_gaussian(stddev):
     size = 1_000_000
-    draw = jax.jit(lambda key: discrete_gaussian(key, jnp.zeros((size // 100, 100)), stddev))
+    draw = jax.jit(lambda key: draw_discrete_gaussian(key, jnp.zeros((size // 100, 100)), stddev))
     k = np.asarray(draw(jax.random.key(3)))
     assert k.dtype == np.int32
     assert stats.kstest(k.ravel() / stddev, "norm").pvalue > 1e-4
@@ -94,9 +94,9 @@ def test_noise_of_a_large_deviation_is_discrete_gaussian(stddev):
 
 def test_the_uniform_part_of_large_noise_is_centered(monkeypatch):
     """The floor of a normal number is 1/2 below it in the mean."""
-    module = sys.modules[discrete_gaussian.__module__]
+    module = sys.modules[draw_discrete_gaussian.__module__]
     monkeypatch.setattr(module, "normal_from_words", lambda words, _: jnp.zeros(words.shape))
-    k = np.asarray(discrete_gaussian(jax.random.key(5), jnp.zeros(100_000), DITHERED_STDDEV))
+    k = np.asarray(draw_discrete_gaussian(jax.random.key(5), jnp.zeros(100_000), DITHERED_STDDEV))
     width = 2 ** dither_bits(DITHERED_STDDEV)
     assert (k.min(), k.max()) == (1 - width // 2, width // 2)
     assert abs(k.mean() - 0.5) < 5 * width / math.sqrt(12 * k.size)

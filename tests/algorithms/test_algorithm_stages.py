@@ -108,7 +108,9 @@ def divided(name):
 def test_stages_equal_the_round(name, present, monkeypatch):
     if name == PRIVATE:
         simulation = sys.modules["fedpax.aggregators.private_secure_mean"]
-        monkeypatch.setattr(simulation, "discrete_gaussian", lambda key, like, stddev: like * 0)
+        monkeypatch.setattr(
+            simulation, "draw_discrete_gaussian", lambda key, like, stddev: like * 0
+        )
         monkeypatch.setattr(Stages, "draw_noise", no_noise)
     if present != "all" and name in DELAYED:
         pytest.skip("an absent island's gradient of the round before counts in the round")

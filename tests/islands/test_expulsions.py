@@ -14,7 +14,7 @@ from site_processes import Processes, wait_until
 from fedpax.errors import ConfigurationError
 from fedpax.islands.syncer.island_table import read_islands
 from fedpax.islands.syncer.syncer_store import SyncerStore
-from fedpax.transport.admission import FILE, admit, expel, read_expulsions
+from fedpax.transport.admission import EXPELLED_FILE, admit, expel, read_expulsions
 
 
 def test_sites_are_expelled_and_admitted(tmp_path: Path) -> None:
@@ -44,12 +44,12 @@ def test_no_change_of_several_at_once_is_lost(tmp_path: Path) -> None:
     "content", ["", "[]", '{"a": 1}', '{"a": {"reason": "x"}}', '{"a": {"x": 1}}']
 )
 def test_a_damaged_file_admits_nobody(tmp_path: Path, content: str) -> None:
-    (tmp_path / FILE).write_text(content)
+    (tmp_path / EXPELLED_FILE).write_text(content)
     with pytest.raises(ConfigurationError, match=r"expelled\.json is damaged, .* Restore the"):
         read_expulsions(tmp_path)
     with pytest.raises(ConfigurationError):
         expel(tmp_path, "a", "x")
-    assert (tmp_path / FILE).read_text() == content
+    assert (tmp_path / EXPELLED_FILE).read_text() == content
 
 
 @pytest.mark.parametrize("name", ["", "a" * 201, "a\x1b[2J", "a\n"])
@@ -138,5 +138,5 @@ def test_a_running_island_is_told_and_stays_out(processes: Processes, tmp_path: 
     syncer = processes.start("syncer", "syncer", "--goodbye_seconds=5")
     assert processes.start("join", "a").wait(120) == 2
     assert processes.log("a").count(words) == 2
-    assert list(json.loads((folder / FILE).read_text())) == ["a"]
+    assert list(json.loads((folder / EXPELLED_FILE).read_text())) == ["a"]
     assert [process.wait(400) for process in (syncer, b)] == [0, 0], processes.logs()

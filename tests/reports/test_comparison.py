@@ -12,7 +12,7 @@ from fedpax.reports.comparison import (
     summarize_run,
     write_comparison,
 )
-from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.metrics import MetricsWriter, read_metrics
 from fedpax.run_files.paths import METRICS
 
 
@@ -52,17 +52,21 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     }
 
 
+def summarize(name: str, folder: Path) -> RunSummary:
+    return summarize_run(name, read_metrics(folder), folder)
+
+
 def test_a_run_is_summarized_from_its_metrics(folders: dict[str, Path]) -> None:
     last = 2.0 + 3.0 * math.exp(-3) + 0.5
-    assert summarize_run("x", folders["diloco"]) == RunSummary(
+    assert summarize("x", folders["diloco"]) == RunSummary(
         "x", pytest.approx(last), 5e7, 10_000, pytest.approx(2000.0), "tokens", 1234567, 10.0
     )
-    assert math.isnan(summarize_run("x", folders["unknown"]).bytes_across_placement)
+    assert math.isnan(summarize("x", folders["unknown"]).bytes_across_placement)
 
 
 def test_a_run_without_evaluation_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Train it there first"):
-        summarize_run("x", record(tmp_path, [1.0], 1.0, 1.0))
+        summarize("x", record(tmp_path, [1.0], 1.0, 1.0))
 
 
 def test_a_run_without_its_line_of_sizes_is_compared(tmp_path: Path) -> None:
@@ -76,9 +80,7 @@ def test_a_run_without_its_line_of_sizes_is_compared(tmp_path: Path) -> None:
 
 
 def test_the_table_is_aligned(folders: dict[str, Path]) -> None:
-    lines = format_table(
-        [summarize_run(name, folder) for name, folder in folders.items()]
-    ).splitlines()
+    lines = format_table([summarize(name, folder) for name, folder in folders.items()]).splitlines()
     assert len(lines) == 6 and len({len(line) for line in lines}) == 1
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0] == [
@@ -89,13 +91,13 @@ def test_the_table_is_aligned(folders: dict[str, Path]) -> None:
 
 
 def test_a_loss_that_diverged_is_short(tmp_path: Path) -> None:
-    run = summarize_run("fedavg", record(tmp_path / "a", [1.0, 2.5e30], 1.0, 1.0, "examples"))
+    run = summarize("fedavg", record(tmp_path / "a", [1.0, 2.5e30], 1.0, 1.0, "examples"))
     row = format_table([run._replace(loss_deviation=1.5e29)]).splitlines()[-1]
     assert "| 2.5e+30 ± 1.5e+29 |" in row
 
 
 def test_image_runs_count_examples(tmp_path: Path) -> None:
-    images = summarize_run("fedavg", record(tmp_path / "a", [1.0, 0.5], 1.0, 1.0, "examples"))
+    images = summarize("fedavg", record(tmp_path / "a", [1.0, 0.5], 1.0, 1.0, "examples"))
     header = format_table([images]).splitlines()[0]
     assert "examples/s" in header and "tokens" not in header
 
@@ -113,7 +115,7 @@ def test_the_picture_and_the_json_file_are_written(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     text = write_comparison(folders, tmp_path)
-    assert text == format_table([summarize_run(name, folder) for name, folder in folders.items()])
+    assert text == format_table([summarize(name, folder) for name, folder in folders.items()])
     content = json.loads((tmp_path / "comparison.json").read_text())
     assert [run["name"] for run in content] == list(folders)
     assert (

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from fedpax.errors import ConfigurationError
-from fedpax.transport.admission import FILE, Admission, SiteLimits, admit, expel, read_expulsions
+from fedpax.transport.admission import (
+    EXPELLED_FILE,
+    Admission,
+    SiteLimits,
+    admit,
+    expel,
+    read_expulsions,
+)
 from fedpax.transport.calls import (
     BusyError,
     DisconnectedError,
@@ -102,7 +109,7 @@ def test_a_file_that_is_damaged_later_changes_nothing(
 ) -> None:
     expel(tmp_path, "a", "it left")
     guarded = Guarded(tmp_path)
-    (tmp_path / FILE).write_text("{")
+    (tmp_path / EXPELLED_FILE).write_text("{")
     with caplog.at_level(logging.WARNING):
         assert guarded.send("a", seconds=0.6).startswith("RefusedError")
     assert "expelled sites stay as they were" in caplog.text

@@ -25,8 +25,8 @@ from fedpax.run_files.configuration import (
     own_classes,
     read_configuration_json,
 )
-from fedpax.run_files.paths import CHECKPOINTS as FOLDER
 from fedpax.run_files.paths import (
+    CHECKPOINTS,
     CONFIGURATION,
     complete_rounds,
     folder_of_checkpoints,
@@ -64,7 +64,7 @@ def read_saved_run(
         )
     folder = existing_folder(options.job_log_dir)
     named_configuration = read_configuration_json(folder)
-    if named_configuration is None and complete_rounds(folder / FOLDER):
+    if named_configuration is None and complete_rounds(folder / CHECKPOINTS):
         raise UsageError(
             f"--job_log_dir={options.job_log_dir} has checkpoints but no config.json, expected the "
             "file as `fedpax train` writes it. Restore it from a copy, or start the run's "
@@ -149,7 +149,7 @@ def checkpoint_round(command: str, saved: SavedRun, chosen: str | None) -> int:
     if chosen == "best":
         return best_round(saved.saved_in)
     round_number = None if chosen is None else int(chosen)
-    rounds = complete_rounds(saved.saved_in / FOLDER)
+    rounds = complete_rounds(saved.saved_in / CHECKPOINTS)
     if not rounds:
         raise UsageError(
             f"{saved.saved_in} has no complete checkpoint, expected at least one. A run saves one "
@@ -164,12 +164,12 @@ def checkpoint_round(command: str, saved: SavedRun, chosen: str | None) -> int:
         )
     if round_number is not None:
         return round_number
-    later = [n for n in rounds_without_checksums(saved.saved_in / FOLDER) if n > rounds[-1]]
+    later = [n for n in rounds_without_checksums(saved.saved_in / CHECKPOINTS) if n > rounds[-1]]
     if later and not is_in_use(saved.folder):
         print_error(
-            f"{saved.saved_in / FOLDER / str(later[-1])} has no checksums.json: the checkpoint is "
-            f"unfinished or incomplete, so the newest complete one is read, of round {rounds[-1]}. "
-            "If a copy left that file out, copy it back."
+            f"{saved.saved_in / CHECKPOINTS / str(later[-1])} has no checksums.json: the "
+            "checkpoint is unfinished or incomplete, so the newest complete one is read, of round "
+            f"{rounds[-1]}. If a copy left that file out, copy it back."
         )
     return rounds[-1]
 
@@ -189,7 +189,7 @@ def load_saved_params(saved: SavedRun, run: Run, round_number: int) -> Params:
     try:
         return load_params(saved.saved_in, round_number, like)
     except (DamagedCheckpointError, FileNotFoundError) as error:
-        folder = saved.saved_in / FOLDER
+        folder = saved.saved_in / CHECKPOINTS
         rounds = complete_rounds(folder)
         if is_in_use(saved.folder) and max(rounds, default=0) > round_number:
             raise UsageError(

@@ -184,7 +184,7 @@ def label_properties(description: Mapping[str, Any]) -> dict[str, str]:
     elif not is_number:
         properties[KIND] = "classes that are text"
     elif not stated:
-        _check(all(map(_is_number, label.classes)), "classes", label.classes)
+        _check(all(map(_is_number_as_text, label.classes)), "classes", label.classes)
     return properties
 
 
@@ -283,7 +283,7 @@ def _is_stated(value: Any) -> bool:
     return _is_text(value) and "|" not in value
 
 
-def _is_number(text: str) -> bool:
+def _is_number_as_text(text: str) -> bool:
     try:
         return math.isfinite(float(text))
     except ValueError:

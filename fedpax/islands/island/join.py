@@ -329,7 +329,7 @@ def _exit_after(folder: Path) -> Callable[[str], None]:
 
 # ---- `island.json`, by which an island's folder keeps its identity and its run
 
-FILE = "island.json"
+MEMBER_FILE = "island.json"
 _writing = threading.Lock()  # two writers of a file would share its draft
 
 
@@ -343,7 +343,7 @@ class Member(NamedTuple):
 
 def read_member(folder: Path) -> Member:
     """Read `island.json` of an island's folder; a new identity if there is no file."""
-    path = folder / FILE
+    path = folder / MEMBER_FILE
     if not path.exists():
         return Member(secrets.token_hex(8))
     try:
@@ -361,4 +361,4 @@ def read_member(folder: Path) -> Member:
 def write_member(folder: Path, member: Member) -> None:
     """Write `island.json`. Several threads may do so."""
     with _writing:
-        write_atomically(folder / FILE, json.dumps(member._asdict()) + "\n")
+        write_atomically(folder / MEMBER_FILE, json.dumps(member._asdict()) + "\n")

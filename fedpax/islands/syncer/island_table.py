@@ -10,17 +10,17 @@ from fedpax.errors import ConfigurationError
 from fedpax.files import read_json, replace_file
 from fedpax.islands.syncer.members import IslandReport
 from fedpax.reports.metric_table import format_seconds, format_value, markdown_table
-from fedpax.run_files.metrics_log import is_number
+from fedpax.run_files.metrics_log import is_finite_number
 from fedpax.training.progress import Progress
 
-FILE = "islands.json"
+TABLE_FILE = "islands.json"
 SECONDS_BETWEEN_TABLES = 10.0
 
 
 def read_islands(job_log_dir: str | Path) -> list[IslandReport]:
     """Read the islands as the syncer last wrote them; empty without a readable file."""
     try:
-        content = read_json(Path(job_log_dir) / FILE)
+        content = read_json(Path(job_log_dir) / TABLE_FILE)
         islands = [IslandReport(**island) for island in content]
     except (OSError, ValueError, TypeError):
         return []
@@ -40,7 +40,8 @@ def _is_whole(island: IslandReport) -> bool:
     optional = {"shard", "loss", "seconds_since_message"}
     known = dict(zip(IslandReport._fields[2:-1], numbers, strict=True))
     return all(isinstance(text, str) for text in (name, state, site)) and all(
-        is_number(value) or (value is None and field in optional) for field, value in known.items()
+        is_finite_number(value) or (value is None and field in optional)
+        for field, value in known.items()
     )
 
 
@@ -48,7 +49,7 @@ class IslandWatch:
     """A reporter of changes in the islands' states, with a table and `islands.json`."""
 
     def __init__(self, folder: Path, progress: Progress) -> None:
-        self._path, self._progress = folder / FILE, progress
+        self._path, self._progress = folder / TABLE_FILE, progress
         self._states: dict[str, str] = {}
         self._next_table = time.monotonic() + SECONDS_BETWEEN_TABLES
         self._next_file = 0.0

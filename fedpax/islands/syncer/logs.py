@@ -14,7 +14,7 @@ from fedpax.run_files.metrics import MetricsWriter, select
 from fedpax.run_files.paths import write_atomically
 from fedpax.training.progress import Progress
 
-FILE = "merges.jsonl"
+MERGES_FILE = "merges.jsonl"
 
 
 def read_merges(job_log_dir: str | Path) -> list[dict[str, Any]]:
@@ -25,20 +25,20 @@ def read_merges(job_log_dir: str | Path) -> list[dict[str, Any]]:
     # (the update's number in this process), `steps` (inner steps), `tokens`, `base` and `count`
     # (the island's number of merges of the fragment at the update's first step, and when it was
     # encoded).
-    return _read(Path(job_log_dir) / FILE)[0]
+    return _read(Path(job_log_dir) / MERGES_FILE)[0]
 
 
 def append_merge(job_log_dir: Path, merge: Mapping[str, Any]) -> None:
     """Append a line, after the state of the syncer that includes this merge is saved."""
     # The line survives the death of the process. After a power failure the last lines can be
     # missing.
-    with append_to(job_log_dir / FILE) as file:
+    with append_to(job_log_dir / MERGES_FILE) as file:
         file.write(json.dumps(merge) + "\n")
 
 
 def restore_merges(job_log_dir: Path, last: int, known: Sequence[Mapping[str, Any]]) -> None:
     """Remove the merges that the syncer's saved state does not include, and add missing ones."""
-    path = job_log_dir / FILE
+    path = job_log_dir / MERGES_FILE
     merges, damaged = _read(path)
     if damaged:
         print_error(

@@ -10,11 +10,9 @@ import jax
 
 from fedpax.errors import ArgumentError, DamagedStateError
 from fedpax.files import describe_no_permission, parse_json
-from fedpax.islands.syncer.island_table import FILE as ISLANDS
-from fedpax.islands.syncer.island_table import read_islands
+from fedpax.islands.syncer.island_table import TABLE_FILE, read_islands
 from fedpax.islands.syncer.journal import Journal, flush_folder, read_journal
-from fedpax.islands.syncer.logs import FILE as MERGES
-from fedpax.islands.syncer.logs import append_merge, read_merges, restore_merges
+from fedpax.islands.syncer.logs import MERGES_FILE, append_merge, read_merges, restore_merges
 from fedpax.islands.syncer.outer_model import FragmentState, OuterModel
 from fedpax.run_files.paths import latest_round
 from fedpax.transport.message import Message, MessageError
@@ -69,7 +67,7 @@ class SyncerStore:
         names = [island.name for island in read_islands(folder)]
         signs = (
             *([f"the outer model of round {checkpoint}"] if checkpoint else ()),
-            *([f"merge {merges[-1]['merge']} in {MERGES}"] if merges else ()),
+            *([f"merge {merges[-1]['merge']} in {MERGES_FILE}"] if merges else ()),
             *([f"the islands {', '.join(names)[:200]}"] if names else ()),
         )
         if signs:
@@ -164,19 +162,19 @@ class SyncerStore:
     def _compare(self, manifest: Mapping[str, Any], merges: Sequence[Mapping[str, Any]]) -> None:
         """Compare the state with the files of the run's folder that tell of a newer one."""
         folder, last = self._folder.parent, manifest["merges"]
-        path, known = folder / MERGES, {line["merge"]: line["record"] for line in merges}
+        path, known = folder / MERGES_FILE, {line["merge"]: line["record"] for line in merges}
         logged = {line["merge"]: line.get("record") for line in read_merges(folder)}
         newer = [f"{path} tells of merge {max(logged)}"] if max(logged, default=0) > last else []
         # An island is saved before it is in the table, and stays for the run.
         names = {island.name for island in read_islands(folder)} - set(manifest["islands"])
-        newer += [f"{folder / ISLANDS} names island {name}" for name in sorted(names)[:5]]
+        newer += [f"{folder / TABLE_FILE} names island {name}" for name in sorted(names)[:5]]
         if newer and not self._allow_older:
             raise DamagedStateError(
                 f"{self._folder} holds an older state, the one after merge {last}, but "
                 f"{' and '.join(newer)}, expected the newest state. Restore the newest "
                 f"{self._folder} from a copy. To train again from merge {last}, start once with "
                 f"--allow_older_state: islands then take this state, and later merges are removed "
-                f"from {MERGES}."
+                f"from {MERGES_FILE}."
             )
         for number, record in known.items():
             if logged.get(number, record) != record:

@@ -8,7 +8,7 @@ import pytest
 
 from fedpax.commands.show import show
 from fedpax.errors import ConfigurationError
-from fedpax.islands.syncer.island_table import FILE, IslandWatch, format_islands, read_islands
+from fedpax.islands.syncer.island_table import TABLE_FILE, IslandWatch, format_islands, read_islands
 from fedpax.islands.syncer.members import IslandReport
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.training.folder_owners import JobDirLock
@@ -54,11 +54,11 @@ def test_an_island_without_a_shard_has_a_row(
 
 @pytest.mark.parametrize("content", ["", "[1]", json.dumps([{"name": "paris"}])])
 def test_a_damaged_table_is_no_error(tmp_path: Path, content: str) -> None:
-    (tmp_path / FILE).write_text(content)
+    (tmp_path / TABLE_FILE).write_text(content)
     assert read_islands(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", [FILE, f".{FILE}.draft"])
+@pytest.mark.parametrize("name", [TABLE_FILE, f".{TABLE_FILE}.draft"])
 def test_a_folder_in_the_place_of_the_table_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with Progress("x", rounds_done=0, rounds=1) as progress:

@@ -121,15 +121,15 @@ class StoredColumns(Mapping[str, Any]):
     def __init__(
         self, source: Any, rows: Int[np.ndarray, " examples"] | None, optional: Sequence[str] = ()
     ) -> None:
-        self._source, self._rows = source, rows
+        self._source, self.rows = source, rows
         self._absent = [name for name in optional if name not in source.fields]
         self.name = source.name
 
     def __getitem__(self, name: str) -> Any:
         if name in self._absent:
-            return _missing_values(len(self._source if self._rows is None else self._rows))
+            return _missing_values(len(self._source if self.rows is None else self.rows))
         column = self._source.table.column(name)
-        return column if self._rows is None else column.take(self._rows)
+        return column if self.rows is None else column.take(self.rows)
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._source.fields, *self._absent])
@@ -144,7 +144,7 @@ class StoredColumns(Mapping[str, Any]):
 
     def read(self, examples: Int[np.ndarray, " chosen"]) -> dict[str, Any]:
         """Return the columns of some examples, in memory."""
-        rows = examples if self._rows is None else self._rows[examples]
+        rows = examples if self.rows is None else self.rows[examples]
         table = self._source.take_table(rows)
         absent = {name: _missing_values(len(rows)) for name in self._absent}
         return {**dict(zip(table.column_names, table.columns, strict=True)), **absent}
@@ -212,9 +212,28 @@ def describe_measured(data: FilesConfig, opened: OpenFiles) -> str:
     """Return how many of the examples an evaluation measures, and how to measure more."""
     held_out, count = int((~opened.training).sum()), len(opened.owners)
     words = f"measured {held_out:,} of {count:,} examples: the held-out part"
-    if data.heldout_fraction >= 0.99 or any("{split}" in file for file in data.files):
+    if any("{split}" in file for file in data.files):
         return words
-    return f"{words}; on other files, --data.heldout_fraction=0.99 measures nearly all"
+    most = _most_heldout(data, opened)
+    if most is None or most <= data.heldout_fraction:
+        return words
+    return f"{words}; on these files, --data.heldout_fraction={most:g} measures the most"
+
+
+def _most_heldout(data: FilesConfig, opened: OpenFiles) -> float | None:
+    """Return the largest of some fractions that leaves an example to train on, as a run needs."""
+    if len(opened.owners) > 10_000:
+        return 0.99
+    from fedpax.user_files.held_out import held_out
+
+    table, rows = opened.columns.stored, opened.columns.rows
+    content = table if data.partition is None else table.drop_columns([opened.client])
+    for fraction in (0.99, 0.9, 0.8, 0.5):
+        chosen = held_out(content, fraction)
+        chosen = chosen if rows is None else chosen[rows]
+        if not chosen[~opened.is_new[opened.owners]].all():
+            return fraction
+    return None
 
 
 def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:

@@ -180,12 +180,51 @@ def test_one_file_is_evaluated_as_one_client(
         rows = len((folder / "Lund.csv").read_text("utf-8").splitlines()) - 1
         of_all = rf"{rows}" if clients else r"\d+"
         expected = (
-            rf"\nmeasured {held_out:.0f} of {of_all} examples: the held-out part; on other files, "
-            r"--data\.heldout_fraction=0\.99 measures nearly all\n"
+            rf"\nmeasured {held_out:.0f} of {of_all} examples: the held-out part; on these files, "
+            r"(--data\.heldout_fraction=0\.\d+) measures the most\n"
         )
-        assert re.search(expected, capfd.readouterr().out)
-    assert main([*evaluate, "--data.heldout_fraction=0.99"]) == 0
-    assert "part\n" in capfd.readouterr().out  # no flag measures more
+        told = re.search(expected, capfd.readouterr().out)
+        assert told is not None
+        assert main([*evaluate, told[1]]) == 0
+        assert "part\n" in capfd.readouterr().out  # no flag measures more
+
+
+def test_a_few_rows_are_measured_with_the_fraction_that_is_told(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The command recommended 0.99 for any file, which leaves none of 12 rows, and raises."""
+    run, files = f"--job_log_dir={tmp_path / 'run'}", f"--data.files={folder}/*.csv"
+    train = ["train", "--exp=fedavg_table", files, "--data.label=outcome", "--training.rounds=1"]
+    assert main([*train, run]) == 0
+    rows = (folder / "Lund.csv").read_text("utf-8").splitlines(keepends=True)
+    (tmp_path / "few.csv").write_text("".join(rows[:13]), "utf-8")
+    evaluate = ["evaluate", run, f"--data.files={tmp_path / 'few.csv'}"]
+    assert main([*evaluate, "--data.heldout_fraction=0.99"]) == 2
+    (count,) = re.findall(r"leaves none of the (\d+) examples", capfd.readouterr().err)
+    assert main([*evaluate, "--data.heldout_fraction=0.3"]) == 0
+    told = re.search(r"on these files, (\S+=0\.[589]) measures", capfd.readouterr().out)
+    assert told is not None and main([*evaluate, told[1]]) == 0
+    (measured,) = re.findall(rf"measured (\d+) of {count} .* part\n", capfd.readouterr().out)
+    assert int(count) / 2 < int(measured) < int(count)
+
+
+def test_a_class_as_a_client_gives_metrics_by_class(folder: Path, tmp_path: Path) -> None:
+    """The held-out examples and the weighted mean are those of the clients."""
+    run = f"--job_log_dir={tmp_path / 'run'}"
+    files = f"--data.files={folder}/{{client}}.csv"
+    train = ["train", "--exp=fedavg_table", files, "--data.label=outcome", "--training.rounds=1"]
+    assert main([*train, run]) == 0
+    reports = []
+    for more in ([], ["--data.client=outcome"]):
+        path = tmp_path / f"{len(reports)}.json"
+        assert main(["evaluate", run, "--by_client", f"--json={path}", *more]) == 0
+        reports.append(json.loads(path.read_text())["clients"])
+    assert {row["client"] for row in reports[1]} <= {"frisk", "sjuk"}
+    means = [
+        np.average([r["accuracy"] for r in rows], weights=[r["examples"] for r in rows])
+        for rows in ([r for r in report if r["examples"]] for report in reports)
+    ]
+    assert means[0] == pytest.approx(means[1], rel=1e-6) and len(reports[1]) == 2
 
 
 def test_the_command_line_names_flags_where_python_names_arguments(

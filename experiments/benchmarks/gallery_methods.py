@@ -83,7 +83,7 @@ ISLANDS: Mapping[str, Mapping[str, Any]] = {
 
 _NOISE: Any = {"max_norm": 1.0, "noise_multiplier": 0.1, "seed": 0}
 AGGREGATORS: Mapping[str, Callable[[], Aggregator]] = {
-    name: functools.partial(aggregator(name).make, 0, PARTICIPANTS)
+    name: lambda name=name: aggregator(name).make(0, PARTICIPANTS)
     for name in AggregatorConfig.functions()
     if name in aggregators.__all__
 } | {

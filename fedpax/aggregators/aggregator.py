@@ -47,6 +47,8 @@ class Aggregator(NamedTuple):
             Default False: such a round changes neither the model nor the server optimizer's state.
         accountant: what computes the metric `"epsilon"`, if the aggregator has one. A
             transformation that keeps the guarantee keeps it. Default None.
+        counts_alike: True if every present participant counts alike: weights above 0 have no other
+            effect, as in a median. Default False.
 
     Example:
         >>> import fedpax
@@ -70,6 +72,7 @@ class Aggregator(NamedTuple):
     tolerates_non_finite: bool = False
     acts_when_all_absent: bool = False
     accountant: PrivacyAccountant | None = None
+    counts_alike: bool = False
 
 
 class EmptyState(NamedTuple):
@@ -105,7 +108,10 @@ def without_epsilon(aggregator: Aggregator) -> Aggregator:
 
 
 def without_state(
-    combine: Callable[[chex.ArrayTree, Weights], chex.ArrayTree], *, robust: bool = False
+    combine: Callable[[chex.ArrayTree, Weights], chex.ArrayTree],
+    *,
+    robust: bool = False,
+    counts_alike: bool = False,
 ) -> Aggregator:
     """Make an aggregator without metrics; a robust one needs all updates, and stays finite."""
 
@@ -115,7 +121,11 @@ def without_state(
         return combine(updates, weights) if jax.tree.leaves(updates) else updates, state, {}
 
     return Aggregator(
-        lambda params: EmptyState(), aggregate, needs_all=robust, tolerates_non_finite=robust
+        lambda params: EmptyState(),
+        aggregate,
+        needs_all=robust,
+        tolerates_non_finite=robust,
+        counts_alike=counts_alike,
     )
 
 

@@ -131,7 +131,7 @@ def _coordinate_mean(
 
         return reduce_coordinates(reduce, updates)
 
-    return without_state(combine, robust=True)
+    return without_state(combine, robust=True, counts_alike=True)
 
 
 # ---- a sorting network: sorts the participants' values of all coordinates by whole rows

@@ -86,7 +86,7 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
         selected = federated_map(lambda update, taken: select(taken, update), updates, chosen)
         return federated_mean(selected, chosen)
 
-    return without_state(combine, robust=True)
+    return without_state(combine, robust=True, counts_alike=True)
 
 
 def distances_of_present(
@@ -195,7 +195,7 @@ def bulyan(num_byzantine: int) -> Aggregator:
 
         return reduce_coordinates(reduce, updates)
 
-    return without_state(combine, robust=True)
+    return without_state(combine, robust=True, counts_alike=True)
 
 
 def _select_repeatedly(

@@ -66,10 +66,7 @@ def private_mean(
 
     The guarantee covers the model and the metrics of this aggregator, not the metrics of clients,
     such as `"loss"`, which have no noise. Methods that sum more which changes the model have no
-    guarantee, and no metric `"epsilon"`: `scaffold` (controls), `mime` and `mime_lite` (gradients),
-    `self_tuning` (gradients), `agnostic` (losses), `fednova` (numbers of steps), `feddyn` (number
-    of clients) and `hypcluster` (a model that no client chose stays unchanged). Their
-    `FederatedAlgorithm.sent_exactly` names it.
+    guarantee, and no metric `"epsilon"`: their `FederatedAlgorithm.sent_exactly` names it.
 
     In one program, such as `jax.jit(round)`, this is a simulation: the noise comes from the seed,
     and a reader who knows it can subtract the noise. In stages (`fedpax.stages`, and so over sites
@@ -188,7 +185,12 @@ def private_mean(
         return mean, PrivateMeanState(state.round + 1, new_norm), metrics
 
     return Aggregator(
-        init, aggregate, tolerates_non_finite=True, acts_when_all_absent=True, accountant=spent
+        init,
+        aggregate,
+        tolerates_non_finite=True,
+        acts_when_all_absent=True,
+        accountant=spent,
+        counts_alike=True,
     )
 
 

@@ -187,7 +187,12 @@ def private_secure_mean(
         return mean, PrivateSecureMeanState(state.round + 1), metrics
 
     return Aggregator(
-        init, aggregate, needs_all=True, tolerates_non_finite=True, accountant=accountant
+        init,
+        aggregate,
+        needs_all=True,
+        tolerates_non_finite=True,
+        accountant=accountant,
+        counts_alike=True,
     )
 
 

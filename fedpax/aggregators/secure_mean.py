@@ -138,7 +138,7 @@ def secure_mean(
         mean = jax.tree.map(lambda k, u: code.decode(k, count, u), total, updates)
         return mean, SecureMeanState(state.round + 1), metrics
 
-    return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True)
+    return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True, counts_alike=True)
 
 
 def secure_sum(

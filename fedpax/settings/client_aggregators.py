@@ -39,17 +39,6 @@ def _required(codec: str) -> list[str]:
     ]
 
 
-_COUNT_ALIKE = (
-    "private_mean",
-    "private_secure_mean",
-    "secure_mean",
-    "coordinate_median",
-    "trimmed_mean",
-    "krum",
-    "bulyan",
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class AggregatorConfig(FunctionSettings):
     """An aggregator; the base class of the aggregators."""
@@ -89,7 +78,8 @@ class AggregatorConfig(FunctionSettings):
     @property
     def counts_alike(self) -> bool:
         """Return whether each client counts alike, with few or many examples."""
-        return any(isinstance(self, AggregatorConfig.of(name)) for name in _COUNT_ALIKE)
+        aggregator: Aggregator = self.call(self.given)
+        return aggregator.counts_alike
 
     def make(self, seed: int, expected_participants: float, releases_before: int = 0) -> Aggregator:
         """Make the aggregator; a private one counts releases before the first round too."""

@@ -291,6 +291,25 @@ def test_the_limits_of_a_cohort_are_those_of_the_library(aggregator, size: int) 
             dataclasses.replace(experiment, aggregator=above)
 
 
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("name", AggregatorConfig.functions())
+def test_a_cohort_that_an_aggregator_takes_is_one_of_the_library(name: str, size: int) -> None:
+    """`limits` has every setting that the library compares with the number of participants."""
+    base = AggregatorConfig.of(name)()
+    numbers = [f.name for f in dataclasses.fields(base) if int in (f.type, *get_args(f.type))]
+    for change in [{}, *({field: value} for field in numbers for value in (1, 4, 9))]:
+        try:
+            config = dataclasses.replace(base, **change)
+            config.check_cohort(size)
+        except ValueError:
+            continue
+        made = config.make(3, size)
+        init = fedpax.program(clients=size)(made.init)
+        aggregate = fedpax.program(clients=size)(made.aggregate)
+        state = jax.eval_shape(init, jnp.zeros(2))
+        jax.eval_shape(aggregate, state, jnp.zeros((size, 2)), jnp.ones(size))
+
+
 @pytest.mark.parametrize(
     ("share", "size", "remedy"),
     [(0.1, 8, "Set --aggregator.trim_fraction=0.125 or more, or 0"), (0.4, 2, "Use a larger --")],
@@ -319,6 +338,8 @@ def test_the_group_has_the_problem_of_the_methods() -> None:
     assert group.target == methods.target
     assert group.experiments["mean"] == methods.experiments["fedavg"]
     assert list(group.experiments) == list(AGGREGATORS)
+    used = {config.function for config in AGGREGATORS.values()}
+    assert used == {AggregatorConfig.of(name).function for name in AggregatorConfig.functions()}
 
 
 @pytest.mark.parametrize("name", AggregatorConfig.functions())

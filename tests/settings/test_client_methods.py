@@ -1,7 +1,11 @@
 """The methods for clients as experiments, and the groups of them."""
 
+import contextlib
 import dataclasses
+import inspect
+import re
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedpax import Cohort, FederatedAlgorithm
+from fedpax import Cohort, FederatedAlgorithm, algorithms
 from fedpax.algorithms import fedavg, fedprox
 from fedpax.experiments.catalog import (
     UnknownExperimentError,
@@ -25,10 +29,13 @@ from fedpax.experiments.parts.file_experiments import ServerState
 from fedpax.settings.client_aggregators import aggregator
 from fedpax.settings.client_methods import (
     APFL,
+    KEPT,
+    MODELS,
     ClientTraining,
     Ditto,
     FedProx,
     HypCluster,
+    MethodConfig,
     PerFedAvg,
     Reptile,
     method,
@@ -106,6 +113,56 @@ def test_clients_keep_their_own_models() -> None:
         np.testing.assert_array_equal(
             keeps.personal_models(loss_fn, 0.1, state, moved), models[order]
         )
+
+
+def test_the_groups_have_every_method() -> None:
+    """A method of the second group makes models for its clients."""
+    shared, personal = (
+        {fields["method"].function for fields in group.values() if "method" in fields}
+        for group in (METHODS, PERSONAL_METHODS)
+    )
+    functions = {name: MethodConfig.of(name).function for name in MethodConfig.functions()}
+    assert shared | personal | {functions["fedavg"]} == set(functions.values())
+    assert personal == {functions[name] for name in MODELS}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_which_models_are_kept_and_not_made_from_batches(name: str) -> None:
+    config = MethodConfig.of(name)()
+    init = config.make_init(lambda key: jax.random.normal(key, 5))
+    made = config.make(loss_fn, training())
+    state = jax.eval_shape(lambda key: made.init(init(key)), jax.random.key(0))
+    read = partial(config.personal_models, loss_fn, 0.1)
+    without_batches = Cohort({}, client_ids=COHORT.client_ids)
+    with contextlib.nullcontext() if name in KEPT else pytest.raises(IndexError):
+        assert jax.eval_shape(read, state, without_batches).shape == (3, 5)
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_of_private_means_has_every_method_that_sends_more() -> None:
+    page = (DOCS / "aggregators.md").read_text("utf-8")
+    rows = re.findall(r"^\| (`.*) \| (.*) \| (?:none|yes) \|$", page, re.MULTILINE)
+    sends = {name: what for names, what in rows for name in re.findall(r"`(\w+)`", names)}
+    alone = {
+        name.replace("self_tuning_fedavg", "self_tuning"): MethodConfig.of(name)().sent_exactly
+        is None
+        for name in MethodConfig.functions()
+        if name != "fedavg"
+    }
+    assert {name: sends.get(name) == "nothing" for name in alone} == alone
+    assert alone.keys() <= sends.keys()
+
+
+def test_the_page_of_methods_names_those_with_an_argument_for_all_clients() -> None:
+    page = (DOCS / "methods.md").read_text("utf-8")
+    (named,) = re.findall(r"^- (.*) also take `num_clients=`", page, re.MULTILINE)
+    functions = {
+        n: f for n in algorithms.__all__ if inspect.isfunction(f := getattr(algorithms, n))
+    }
+    taking = {n for n, f in functions.items() if "num_clients" in inspect.signature(f).parameters}
+    assert {name.lower() for name in re.split(", | and ", named)} == taking
 
 
 @pytest.mark.parametrize("num_clusters", [0, -1])

@@ -15,7 +15,7 @@ from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
-from fedpax.reports.metric_table import markdown_table
+from fedpax.console import markdown_table
 
 REFERENCE = Path(__file__).parent / "reference"
 PUBLIC = (

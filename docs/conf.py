@@ -9,9 +9,9 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import fedpax
+from fedpax.console import markdown_table
 from fedpax.experiments.listing import EXPERIMENTS, GROUPS
 from fedpax.main import USAGE
-from fedpax.reports.metric_table import markdown_table
 
 project = "fedpax"
 author = "the fedpax authors"

@@ -23,7 +23,7 @@ from sphinx.util.docutils import SphinxDirective
 import fedpax
 from fedpax import aggregators, algorithms, clients
 from fedpax.aggregators import codecs
-from fedpax.reports.metric_table import format_bytes, markdown_table
+from fedpax.console import format_bytes, markdown_table
 
 DOCS = Path(__file__).parent
 GALLERY = DOCS / "gallery"

@@ -75,32 +75,6 @@ class WithGradientNorm:
         return self.loss_fn(params, batch)
 
 
-RESERVED_METRICS = frozenset(
-    {
-        "kind",
-        "round",
-        "items",
-        "bytes_across_placement",
-        "seconds",
-        "input_wait_fraction",
-        "items_per_second",
-        "mfu",
-        "update_norm",
-        "spikes",
-        "skipped_rounds",
-        "non_finite_rounds",
-        "input_seconds",
-        "compile_seconds",
-        "step_seconds",
-        "evaluate_seconds",
-        "save_seconds",
-        "lost_seconds",
-        "wall_seconds",
-    }
-)
-"""The keys that the training loop adds to each line of `metrics.jsonl`."""
-
-
 class FragmentLike(Protocol):
     """A part of the parameters, such as a `fedpax.algorithms.parts.fragments.Fragment`."""
 
@@ -197,8 +171,8 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
             `cohort.batches` is `[participants, steps, batch, ...]`. `metrics` is a dict of scalars
             that holds at least `"loss"`, the mean training loss over the round. A metric can also
             be a vector `[participants]`, of which the training loop logs quantiles. The training
-            loop adds keys of its own, and raises if a metric has one of these names
-            (`RESERVED_METRICS`): `kind`, `round`, `items`, `bytes_across_placement`, `seconds`,
+            loop adds keys of its own, and raises if a metric has one of these names:
+            `kind`, `round`, `items`, `bytes_across_placement`, `seconds`,
             `input_wait_fraction`, `items_per_second`, `mfu`, `update_norm`, `spikes`,
             `skipped_rounds`, `non_finite_rounds`, `wall_seconds` and its parts `input_seconds`,
             `compile_seconds`, `step_seconds`, `evaluate_seconds`, `save_seconds`, `lost_seconds`. A

@@ -1,10 +1,15 @@
-"""Lines for the user: a closed pipe or a full disk loses the line, but does not stop the run."""
+"""Lines and tables for the user.
+
+A closed pipe or a full disk loses the line, but does not stop the run.
+"""
 
 import functools
 import io
 import logging
+import math
 import os
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
@@ -101,3 +106,46 @@ def discard_output(stream: TextIO) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
+
+
+# ---- Markdown tables, and the numbers in their cells
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table: the first column aligned left, all others right."""
+    # Names come from files, which can come from others.
+    head = [escape_controls(cell) for cell in head]
+    rows = [[escape_controls(cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        padded[0] = cells[0].ljust(widths[0])
+        return f"| {' | '.join(padded)} |"
+
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    heading = " | ".join(cell.ljust(width) for cell, width in zip(head, widths, strict=True))
+    return "\n".join([f"| {heading} |", rule, *(line(row) for row in rows)])
+
+
+def format_value(value: float) -> str:
+    """Format a metric: four decimals, and from a million on four digits."""
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes, or `unknown` if it is not finite."""
+    if not math.isfinite(count):
+        return "unknown"
+    prefixes = ("", "k", "M", "G", "T", "P", "E")
+    power = 0
+    while round(abs(count), 1) >= 1000 and power < len(prefixes) - 1:
+        count, power = count / 1000, power + 1
+    return f"{count:.1f} {prefixes[power]}B" if count else "0 B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a time: in seconds, or from an hour on in hours and minutes."""
+    if seconds < 3600:
+        return f"{seconds:.0f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"

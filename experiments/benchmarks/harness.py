@@ -37,8 +37,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, dataclass_transf
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fedpax.console import format_bytes, markdown_table
 from fedpax.experiments.benchmarks import timing
-from fedpax.reports.metric_table import format_bytes, markdown_table
 
 PACKAGES = ("fedpax", "jax", "jaxlib", "drjax", "flax", "flwr", "numpy")
 _Value = TypeVar("_Value")

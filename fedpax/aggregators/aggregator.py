@@ -33,7 +33,9 @@ class Aggregator(NamedTuple):
             placed pytree `[participants, ...]` of the structure of `params`, such as the
             pseudo-gradients x - y_i of `fedavg` and `diloco`. `weights` are numbers
             `[participants]`, at least 0, or None for equal weights. `aggregated` is a server value
-            of the structure of `params`. `metrics` is a dict of scalars.
+            of the structure of `params`. `metrics` is a dict of scalars. An aggregator with two
+            transfers, such as `compressed_mean`, calls `sent_values.work_under_transfer` after
+            each, so that a method can compute meanwhile (`sent_values.under_transfers`).
         needs_all: True if the aggregate is defined only for the updates of all participants at
             once, as for a median. An asynchronous method, which aggregates each update when it
             arrives, then raises. Default False.

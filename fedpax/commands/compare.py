@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 
-from fedpax.algorithm import RESERVED_METRICS
 from fedpax.checkpoints.saved_rounds import check_latest_round
 from fedpax.commands.parts.devices import num_cores
 from fedpax.commands.parts.options import (
@@ -35,7 +34,7 @@ from fedpax.reports.target import (
     trajectory_of,
     write_target_comparison,
 )
-from fedpax.run_files.metrics import describe_damage, read_metrics, select
+from fedpax.run_files.metrics import RESERVED_METRICS, describe_damage, read_metrics, select
 from fedpax.run_files.paths import latest_round, refuse_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment
 from fedpax.training.resume_checks import check_configuration, check_field_names

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedpax.commands.parts.file_flags import check_engine_flags, flags_in_errors, parse_files
 from fedpax.commands.parts.options import configure, parse
 from fedpax.commands.parts.output_files import output_file
-from fedpax.console import count_of, print_error, print_line
+from fedpax.console import count_of, markdown_table, print_error, print_line
 from fedpax.data import load, partition_statistics, plot_partition
 from fedpax.data import prepare as prepare_files
 from fedpax.data.tables import ColumnSummary, infer_treatments, summarize_columns
@@ -25,7 +25,6 @@ from fedpax.errors import UsageError
 from fedpax.extras import optional
 from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.populations.partition_plot import plot_statistics
-from fedpax.reports.metric_table import markdown_table
 from fedpax.user_files.formats import LoadOptions
 
 _MOST_CLIENTS = 20  # in the table of clients

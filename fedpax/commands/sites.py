@@ -6,10 +6,9 @@ from pathlib import Path
 
 from fedpax.commands.parts.options import check_job_log_dir, did_you_mean_flag, parse
 from fedpax.commands.parts.saved_run import existing_folder
-from fedpax.console import print_line
+from fedpax.console import markdown_table, print_line
 from fedpax.errors import UsageError
 from fedpax.islands.syncer.island_table import format_islands, read_islands
-from fedpax.reports.metric_table import markdown_table
 from fedpax.reports.run_report import holds_run
 from fedpax.run_files.paths import is_remote
 from fedpax.sites.site_table import format_sites, read_sites

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import orbax.checkpoint as ocp
 
-from fedpax.algorithm import RESERVED_METRICS, Params
+from fedpax.algorithm import Params
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.commands.parts.devices import enable_compilation_cache, provide_devices
 from fedpax.errors import ArgumentTypeError, FedpaxError
 from fedpax.extras import optional
 from fedpax.reports.metric_table import number_or_nan
 from fedpax.run_files.configuration import check_is_dataclass
-from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.metrics import RESERVED_METRICS, read_metrics, select
 from fedpax.run_files.metrics_log import read_log, spread_rounds
 from fedpax.run_files.paths import resolve_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment

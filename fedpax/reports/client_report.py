@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from fedpax.console import count_of
-from fedpax.reports.metric_table import markdown_table
+from fedpax.console import count_of, markdown_table
 from fedpax.training.client_metrics import ClientMetrics
 
 if TYPE_CHECKING:  # matplotlib is slow to import, and only pictures need it

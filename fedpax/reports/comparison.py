@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from fedpax.console import format_bytes, format_seconds, format_value, markdown_table
 from fedpax.errors import ArgumentError
 from fedpax.extras import is_installed
 from fedpax.reports.metric_table import (
@@ -13,11 +14,7 @@ from fedpax.reports.metric_table import (
     Lines,
     average_lines,
     check_metrics,
-    format_bytes,
     format_metrics,
-    format_seconds,
-    format_value,
-    markdown_table,
     metric_names,
     number_or_nan,
 )

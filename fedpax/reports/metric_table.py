@@ -1,14 +1,13 @@
-"""Markdown tables, and tables of the metrics of runs and of runs with several seeds."""
+"""Tables of the metrics of runs, and of runs with several seeds."""
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedpax.algorithm import RESERVED_METRICS
-from fedpax.console import escape_controls
+from fedpax.console import markdown_table
 from fedpax.errors import ArgumentError
-from fedpax.run_files.metrics import select
+from fedpax.run_files.metrics import OF_SITE, RESERVED_METRICS, select
 
 DEVIATION = "\N{PLUS-MINUS SIGN}"
 """The key of an averaged line for the standard deviations of its numbers, by their names.
@@ -62,8 +61,6 @@ Lines = Sequence[Mapping[str, Any]]
 
 # In tables of these columns, and in every line.
 OTHER_COLUMNS = frozenset({*RESERVED_METRICS, DEVIATION, "virtual_seconds"})
-OF_SITE = "site/"
-"""Before the metrics of one site of several, `site/NAME/loss`: they are shown by name alone."""
 KINDS = {"evaluation": "held-out", "training": "training"}
 
 
@@ -117,49 +114,6 @@ def check_metrics(metrics: Sequence[str], runs: Mapping[str, Lines]) -> None:
                 f"--metric={name}: no run has the metric {name!r}, expected one of "
                 f"{', '.join(known)}. Set for example --metric={known[0]}."
             )
-
-
-# ---- Markdown tables, and the numbers in their cells
-
-
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table: the first column aligned left, all others right."""
-    # Names come from files, which can come from others.
-    head = [escape_controls(cell) for cell in head]
-    rows = [[escape_controls(cell) for cell in row] for row in rows]
-    widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-        padded[0] = cells[0].ljust(widths[0])
-        return f"| {' | '.join(padded)} |"
-
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    heading = " | ".join(cell.ljust(width) for cell, width in zip(head, widths, strict=True))
-    return "\n".join([f"| {heading} |", rule, *(line(row) for row in rows)])
-
-
-def format_value(value: float) -> str:
-    """Format a metric: four decimals, and from a million on four digits."""
-    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes, or `unknown` if it is not finite."""
-    if not math.isfinite(count):
-        return "unknown"
-    prefixes = ("", "k", "M", "G", "T", "P", "E")
-    power = 0
-    while round(abs(count), 1) >= 1000 and power < len(prefixes) - 1:
-        count, power = count / 1000, power + 1
-    return f"{count:.1f} {prefixes[power]}B" if count else "0 B"
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a time: in seconds, or from an hour on in hours and minutes."""
-    if seconds < 3600:
-        return f"{seconds:.0f} s"
-    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
 
 
 def number_or_nan(value: float | None) -> float:

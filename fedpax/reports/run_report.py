@@ -6,16 +6,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from fedpax.console import escape_controls
-from fedpax.errors import ConfigurationError
-from fedpax.files import describe_no_permission
-from fedpax.reports.metric_table import (
+from fedpax.console import (
+    escape_controls,
     format_bytes,
     format_seconds,
     format_value,
     markdown_table,
-    number_or_nan,
 )
+from fedpax.errors import ConfigurationError
+from fedpax.files import describe_no_permission
+from fedpax.reports.metric_table import number_or_nan
 from fedpax.run_files.configuration import flatten, read_configuration_json
 from fedpax.run_files.evaluations import STOP
 from fedpax.run_files.goodput import BUCKETS, Bucket, read_goodput

@@ -12,10 +12,11 @@ import jax
 import numpy as np
 
 from fedpax.clients.cohort import Cohort
+from fedpax.console import format_bytes, markdown_table
 from fedpax.errors import ArgumentError
 from fedpax.extras import is_installed
 from fedpax.inspect.cost import cost
-from fedpax.reports.metric_table import format_bytes, markdown_table, number_or_nan
+from fedpax.reports.metric_table import number_or_nan
 from fedpax.run_files.paths import write_atomically
 from fedpax.training.experiment import Run
 from fedpax.transforms.inlining import program_placements

@@ -40,6 +40,33 @@ TIMINGS = frozenset(
 )
 """Metrics that differ between two runs of one configuration: timings. All others are equal."""
 
+RESERVED_METRICS = frozenset(
+    {
+        "kind",
+        "round",
+        "items",
+        "bytes_across_placement",
+        "seconds",
+        "input_wait_fraction",
+        "items_per_second",
+        "mfu",
+        "update_norm",
+        "spikes",
+        "skipped_rounds",
+        "non_finite_rounds",
+        "input_seconds",
+        "compile_seconds",
+        "step_seconds",
+        "evaluate_seconds",
+        "save_seconds",
+        "lost_seconds",
+        "wall_seconds",
+    }
+)
+"""The keys that the training loop adds to each line of `metrics.jsonl`."""
+
+OF_SITE = "site/"
+"""Before the metrics of one site of several, `site/NAME/loss`: they are shown by name alone."""
 
 SECONDS_BETWEEN_FLUSHES = 30.0
 SCALAR_ROUNDS = 2000

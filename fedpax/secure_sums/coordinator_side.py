@@ -15,9 +15,9 @@ from fedpax.secure_sums.arithmetic import (
     public_key,
     restore,
 )
+from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.roster import (
     MAX_SITES,
-    Message,
     PublicKeys,
     Roster,
     Signer,

@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from fedpax.secure_sums.arithmetic import KEY_BYTES, SecureSumError, derive
 
 MAX_SITES = 500
@@ -137,12 +135,3 @@ def to_bytes(text: Any, size: int) -> bytes:
     if len(content) != size:
         raise SecureSumError(f"a text of the message is not base64 of {size} bytes")
     return content
-
-
-class Message(NamedTuple):
-    """A message between two processes, which any transport can carry."""
-
-    header: Mapping[str, Any]  # JSON values by name
-    # Arrays by name, of any dtype of JAX. Default {}: none. The arrays of a received message are
-    # writable, and are not shared.
-    arrays: Mapping[str, np.ndarray] = {}

@@ -17,8 +17,8 @@ from fedpax.secure_sums.arithmetic import (
     split,
     unseal,
 )
+from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.roster import (
-    Message,
     PublicKeys,
     Roster,
     Signer,

@@ -13,9 +13,8 @@ from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.console import count_of
 from fedpax.errors import FedpaxError
-from fedpax.reports.metric_table import OF_SITE
 from fedpax.run_files.configuration import to_json
-from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.metrics import OF_SITE, MetricsWriter
 from fedpax.sites.agreement import Agreement
 from fedpax.sites.contract import Json
 from fedpax.sites.coordinator_program import (

@@ -20,7 +20,7 @@ from fedpax.secure_sums.arithmetic import (
     to_exact_words,
     to_words,
 )
-from fedpax.secure_sums.roster import Message
+from fedpax.secure_sums.message import Message
 from fedpax.sites.contract import Json
 from fedpax.sites.downlink import SMALLEST, WHOLE, make_codec, whole
 from fedpax.sites.task_exchange import TaskExchange

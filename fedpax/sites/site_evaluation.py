@@ -11,8 +11,7 @@ import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.errors import ArgumentError
-from fedpax.reports.metric_table import OF_SITE
-from fedpax.run_files.metrics import with_quantiles
+from fedpax.run_files.metrics import OF_SITE, with_quantiles
 from fedpax.sites.contract import ClientRange
 from fedpax.sites.downlink import whole
 from fedpax.sites.site_files import RoundMetrics, SiteWatch

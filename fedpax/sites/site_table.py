@@ -6,8 +6,8 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedpax.console import format_bytes, format_seconds, format_value, markdown_table
 from fedpax.files import read_json
-from fedpax.reports.metric_table import format_bytes, format_seconds, format_value, markdown_table
 from fedpax.run_files.metrics_log import is_finite_number
 from fedpax.sites.contract import ClientRange, Json
 from fedpax.sites.tasks import EVALUATION, ROUND, Task

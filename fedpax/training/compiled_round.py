@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedpax.algorithm import RESERVED_METRICS, Metrics, Params, State, marked_masks
+from fedpax.algorithm import Metrics, Params, State, marked_masks
 from fedpax.clients.cohort import Cohort, CohortStream
 from fedpax.clients.store import ClientStore
 from fedpax.errors import ArgumentError
 from fedpax.hlo.collectives import operand_bytes_along
 from fedpax.parallel.axes import ShardingTree, check_divisible
 from fedpax.parallel.compiler_options import run_once_options
+from fedpax.run_files.metrics import RESERVED_METRICS
 from fedpax.training.experiment import Run
 from fedpax.training.spikes import report_update_norm
 from fedpax.training.spikes import skip_spikes as guard_against_spikes

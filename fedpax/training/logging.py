@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedpax.algorithm import RESERVED_METRICS, Metrics, State
+from fedpax.algorithm import Metrics, State
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError
 from fedpax.run_files.goodput import GoodputClock, line_values
-from fedpax.run_files.metrics import MetricsWriter, is_vector, with_quantiles
+from fedpax.run_files.metrics import RESERVED_METRICS, MetricsWriter, is_vector, with_quantiles
 from fedpax.training.exchanged_bytes import UPLOADED_BYTES
 from fedpax.training.experiment import HeldoutMetrics
 from fedpax.training.flops_utilization import Utilization

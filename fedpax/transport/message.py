@@ -11,7 +11,7 @@ import numpy as np
 
 from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.files import check_nesting
-from fedpax.secure_sums.roster import Message as Message
+from fedpax.secure_sums.message import Message as Message
 
 CHUNK_BYTES = 1 << 20
 """Bytes of a chunk's body, at most. A header, with the arrays' names and shapes, fits into one."""

@@ -6,17 +6,9 @@ import hypothesis
 import hypothesis.strategies as st
 from matplotlib.ticker import EngFormatter
 
+from fedpax.console import format_bytes, format_seconds, format_value, markdown_table
 from fedpax.reports.client_report import smaller_is_better
-from fedpax.reports.metric_table import (
-    DEVIATION,
-    average_lines,
-    format_bytes,
-    format_mean,
-    format_metrics,
-    format_seconds,
-    format_value,
-    markdown_table,
-)
+from fedpax.reports.metric_table import DEVIATION, average_lines, format_mean, format_metrics
 from fedpax.reports.run_report import RunReport, format_goodput, format_reports
 
 

@@ -11,12 +11,12 @@ import pytest
 
 import fedpax
 from fedpax import Cohort
-from fedpax.algorithm import RESERVED_METRICS
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.experiment_groups import AGGREGATORS, METHODS, PERSONAL_METHODS
 from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
 from fedpax.experiments.fedbuff_images import fedbuff_digits
+from fedpax.run_files.metrics import RESERVED_METRICS
 from fedpax.settings.client_aggregators import (
     AggregatorConfig,
     Bulyan,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from small_regression import RandomRounds, Regression, regression
 
-from fedpax.algorithm import RESERVED_METRICS, FederatedAlgorithm
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.checkpoints import load_params
 from fedpax.checkpoints.run_position import restore_stream
 from fedpax.errors import ConfigurationError
@@ -20,7 +20,7 @@ from fedpax.experiments.fedavg_images import fedavg_digits
 from fedpax.parallel.mesh import MeshConfig, default_devices
 from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.goodput import GoodputClock
-from fedpax.run_files.metrics import TIMINGS, MetricsWriter, read_metrics, select
+from fedpax.run_files.metrics import RESERVED_METRICS, TIMINGS, MetricsWriter, read_metrics, select
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.flops_utilization import Utilization
 from fedpax.training.logging import NonFiniteError, RoundLogger

@@ -25,7 +25,8 @@ from fedpax.secure_sums.arithmetic import (
     from_words,
     to_words,
 )
-from fedpax.secure_sums.roster import MAX_SITES, Message
+from fedpax.secure_sums.message import Message
+from fedpax.secure_sums.roster import MAX_SITES
 
 if TYPE_CHECKING:
     from fedpax.deploy.nodes.round_server import Network

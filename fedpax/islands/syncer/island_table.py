@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedpax.console import format_seconds, format_value, markdown_table
 from fedpax.errors import ConfigurationError
 from fedpax.files import read_json, replace_file
 from fedpax.islands.syncer.members import IslandReport
-from fedpax.reports.metric_table import format_seconds, format_value, markdown_table
 from fedpax.run_files.metrics_log import is_finite_number
 from fedpax.training.progress import Progress
 

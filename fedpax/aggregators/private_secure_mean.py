@@ -186,14 +186,8 @@ def private_secure_mean(
         }
         return mean, PrivateSecureMeanState(state.round + 1), metrics
 
-    return Aggregator(
-        init,
-        aggregate,
-        needs_all=True,
-        tolerates_non_finite=True,
-        accountant=accountant,
-        counts_alike=True,
-    )
+    made = Aggregator(init, aggregate, needs_all=True, accountant=accountant)
+    return made._replace(tolerates_non_finite=True, counts_alike=True)
 
 
 def _least_present(n: int, min_participants: int | None) -> int:

@@ -26,7 +26,7 @@ from fedpax.commands.parts.descriptions import split_columns, whole_sentences
 from fedpax.commands.parts.devices import skip_absent_tpus
 from fedpax.console import escape_controls, print_error
 from fedpax.errors import UsageError
-from fedpax.experiments.catalog import ExperimentGroup, find_experiment
+from fedpax.experiments.catalog import ExperimentGroup, UnknownExperimentError, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
 from fedpax.run_files.configuration import check_is_dataclass, seed_paths, with_seed
 from fedpax.run_files.paths import resolve_job_log_dir
@@ -45,11 +45,7 @@ _DEFINE: dict[type, Callable[..., Any]] = {
 
 
 def parse(
-    command: str,
-    arguments: Sequence[str],
-    own: Sequence[str] = (),
-    *,
-    needs_exp: bool = True,
+    command: str, arguments: Sequence[str], own: Sequence[str] = (), *, needs_exp: bool = True
 ) -> tuple[flags.FlagValues, list[str]]:
     """Return a command's flags, parsed, and all other arguments, `own` behind them."""
     options = flags.FlagValues()
@@ -76,12 +72,15 @@ def parse(
 
 def _split_own(command: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split off the arguments for fields of an experiment that have the name of a flag."""
-    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    pairs = itertools.zip_longest(arguments, arguments[1:], fillvalue="")
     exps = [w.partition("=")[2] or after for w, after in pairs if w.partition("=")[0] == "--exp"]
-    if not exps or "," in exps[-1]:
+    if not exps or not exps[-1] or "," in exps[-1]:
         return [*arguments], []
     skip_absent_tpus()  # before the experiment's file looks for devices
-    fields = getattr(find_experiment(exps[-1])(), "__dataclass_fields__", {})
+    try:
+        fields = getattr(find_experiment(exps[-1])(), "__dataclass_fields__", {})
+    except UnknownExperimentError:  # raised again by `configure`, behind errors in flags
+        return [*arguments], []
     names = {f"--{name}" for name in ({*fields} & {*COMMANDS[command].flags}) - RESERVED}
     others, own, words = list[str](), list[str](), iter(arguments)
     for word in words:

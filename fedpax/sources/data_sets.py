@@ -75,7 +75,7 @@ def folder_hint(name: str) -> str:
     """Return how to name the files of a folder that a data set's name could mean too."""
     first = Path(name).parts[0]
     if not Path(name).is_dir():
-        is_path = "/" in name and ":" not in name and not Path(first).exists()
+        is_path = ":" not in name and not Path(first).exists()
         return f" If it is a path of files: there is no folder {first!r}." if is_path else ""
     return f" For the files of the folder {name}, name them, such as '{name}/{{client}}/*.jpg'."
 

@@ -3,12 +3,14 @@
 import contextlib
 import fnmatch
 import glob
+import itertools
 import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from fedpax.errors import ArgumentError
 from fedpax.files import check_fetched
@@ -25,7 +27,8 @@ class DataFile(NamedTuple):
     """One file of a data set."""
 
     path: str  # its path, or its URL in a bucket
-    fields: dict[str, str]  # the values of the path's placeholders, such as `{"client": "Århus"}`
+    # the values of the path's placeholders, such as `{"client": "Århus"}`, and of its folders
+    fields: dict[str, str | None]
     # the file is a part of a data set that is saved as a folder, so it is not a client
     is_shard: bool = False
 
@@ -47,6 +50,20 @@ class DataFile(NamedTuple):
     def is_compressed(self) -> bool:
         """Whether `open` decompresses the file."""
         return self.path.lower().endswith(COMPRESSIONS)
+
+    def with_folder_values(self, start: int, split: str | None) -> "DataFile":
+        """Add the values of folders such as `day=2026-01-01`, as Hive names the parts of a table.
+
+        The first parts of the path, up to `start`, are no columns, and values that a placeholder
+        has are not added twice.
+        """
+        folders = PurePosixPath(self.path.replace("\\", "/")).parts[start:-1]
+        values = {}
+        for name, equals, text in (folder.partition("=") for folder in folders):
+            value = None if text == "__HIVE_DEFAULT_PARTITION__" else unquote(text)
+            if name and equals and value not in self.fields.values() and value != (split or ""):
+                values[unquote(name)] = value
+        return self._replace(fields=values | self.fields)
 
     def open(self) -> Any:
         """Open the file for reading bytes, decompressed, as a `pyarrow.NativeFile`."""
@@ -111,7 +128,16 @@ def find_files(patterns: Sequence[str], split: str | None) -> list[DataFile]:
                 "with ls; {client}, {label} and {split} each stand for a part of the path."
             )
         data_files |= {absolute(file.path): file for file in matches}
-    return sorted(data_files.values(), key=lambda file: file.path)
+    parts = zip(*map(_known_parts, patterns), strict=False)
+    start = len([*itertools.takewhile(lambda same: len({*same}) == 1, parts)])
+    files = [file.with_folder_values(start, split) for file in data_files.values()]
+    return sorted(files, key=lambda file: file.path)
+
+
+def _known_parts(pattern: str) -> tuple[str, ...]:
+    """Return the first parts of a pattern, which are parts of all its paths."""
+    head = re.split(r"[*?{\[]", pattern)[0].rpartition("/")[0]
+    return PurePosixPath(head if is_url(pattern) else existing_head(pattern)[0]).parts
 
 
 def _missing_part(pattern: str) -> str:
@@ -170,7 +196,7 @@ def _find(pattern: str, split: str | None) -> list[DataFile]:
     for path in paths:
         # From the end: a URL's scheme and a relative path's folder are not in the pattern.
         own = [part for part in re.split(r"[/\\]", path) if part][-len(parts) :]
-        fields: dict[str, str] = {}
+        fields: dict[str, str | None] = {}
         if all(
             part.match(text, fields) for part, text in zip(parts[-len(own) :], own, strict=True)
         ):
@@ -194,7 +220,7 @@ class _PatternPart:
                 expression += f"(?P<{piece}>.+?)"
         self._expression = re.compile(expression, re.DOTALL)
 
-    def match(self, text: str, fields: dict[str, str]) -> bool:
+    def match(self, text: str, fields: dict[str, str | None]) -> bool:
         """Match a part of a path, and add its placeholders to `fields`; they must agree."""
         if not self._names:
             return True  # glob has matched it

@@ -39,7 +39,7 @@ def find_in_folder(folder: Path, split: str | None) -> tuple[list[DataFile], boo
     for path in _data_files(folder):
         check_fetched(path)
         by_split.setdefault(_split_of(path.relative_to(folder)), []).append(
-            DataFile(str(path), {}, is_shard=True)
+            DataFile(str(path), {}, is_shard=True).with_folder_values(len(folder.parts), split)
         )
     if not by_split:
         raise FileNotFoundError(

@@ -109,7 +109,8 @@ def _read(selected: Selection, options: LoadOptions) -> tuple[pa.Table, str | No
     # With a partition, a file is not a client.
     client = options.client if options.partition is None else options.client or CLIENT
     fields, in_path = path_fields(groups, [table.schema for table in tables], client)
-    tables = [add_path_columns(*pair) for pair in zip(tables, fields, strict=True)]
+    path_types = selected.path_types
+    tables = [add_path_columns(*pair, path_types) for pair in zip(tables, fields, strict=True)]
     schemas = [table.schema for table in tables]
     schema = unify([g[0] for g in groups], schemas, options.optional_columns, fields[0][0])
     check_columns(schema.names, wanted_columns(options), name)

@@ -59,6 +59,7 @@ class Reading:
         self._name = selected.name
         self._options = options._replace(heldout_fraction=0.0) if selected.names_split else options
         self._read_options = selected.options
+        self._path_types = selected.path_types
         self._unwanted = dict.fromkeys(selected.unwanted, False)  # whether a part has it
         self.bad_rows = bad_rows
         self.types: dict[str, dict[str, pa.DataType]] = {}
@@ -127,7 +128,7 @@ class Reading:
         self.fields, named = path_fields(self.groups, schemas, client)
         self.client = self._options.client if is_divided else named
         schemas = [
-            _decode(add_path_columns(schema.empty_table(), fields[:1])).schema
+            _decode(add_path_columns(schema.empty_table(), fields[:1], self._path_types)).schema
             for schema, fields in zip(schemas, self.fields, strict=True)
         ]
         known = self.schema.names  # whose order stays when types of columns change
@@ -184,7 +185,7 @@ class Reading:
                     for file, own in zip(group, self.fields[number], strict=True)
                     if file.path not in skipped
                 ]
-            table = _decode(add_path_columns(part, fields))
+            table = _decode(add_path_columns(part, fields, self._path_types))
             if not fits(table.schema, self.schema):
                 raise TypeChangedError(group[0].path, "", None)
             table = conform(table, self.schema)

@@ -32,6 +32,7 @@ class Selection(NamedTuple):
     options: ReadOptions  # how they are read
     names_split: bool  # paths or folders name the split, so no share of the examples is held out
     unwanted: list[str]  # columns that are read to check `types`, and that `columns` leaves out
+    path_types: Mapping[str, pa.DataType]  # of columns that paths name
 
 
 def select_files(
@@ -58,14 +59,20 @@ def select_files(
     data_files, names_split = _find(patterns, options)
     check_shards(data_files, [p for p in patterns if is_url(p) or not expand_home(p).is_dir()])
     check_split(name, options._replace(split="train") if names_split else options)
+    data_files = _chosen_fields(data_files, options)
     in_path = {field for file in data_files for field in file.fields}
     kept = [c for c in (options.client, options.label) if c is not None and c not in in_path]
     types = _arrow_types(options.types)
-    columns = [*options.columns, *kept] if options.columns else []
+    columns = [c for c in options.columns and (*options.columns, *kept) if c not in in_path]
+    if options.columns and not columns:
+        raise ArgumentError(
+            f"columns={list(options.columns)} are parts of paths, expected also a column of the "
+            f"files {name}. Name one, or leave columns out."
+        )
     unwanted = [c for c in types if c not in (*columns, *in_path)] if columns else []
     read_options = ReadOptions(
         tuple(dict.fromkeys([*columns, *unwanted])),
-        types,
+        {name: kind for name, kind in types.items() if name not in in_path},
         options.delimiter,
         options.image_size,
         optional=tuple(options.optional_columns),
@@ -75,7 +82,28 @@ def select_files(
         read=read,
         decoded=set(),
     )
-    return Selection(name, _group(data_files), read_options, names_split, unwanted)
+    path_types = {name: kind for name, kind in types.items() if name in in_path}
+    return Selection(name, _group(data_files), read_options, names_split, unwanted, path_types)
+
+
+def _chosen_fields(files: Sequence[DataFile], options: LoadOptions) -> list[DataFile]:
+    """Leave out values of paths that `columns` leaves out; those that stay are in all paths."""
+    always = {CLIENT, "label", "split", options.client, options.label, *options.columns}
+    chosen = [
+        file._replace(fields={k: v for k, v in file.fields.items() if k in always})
+        if options.columns
+        else file
+        for file in files
+    ]
+    for file in chosen:
+        if lacking := chosen[0].fields.keys() ^ file.fields.keys():
+            name = min(lacking)
+            having, other = (chosen[0], file) if name in chosen[0].fields else (file, chosen[0])
+            raise ArgumentError(
+                f"{having.path} is in a folder {name}=..., and {other.path} is not, expected it in "
+                "all paths. Name the files of one kind, or move them."
+            )
+    return chosen
 
 
 def _expected(files: object) -> str:
@@ -162,7 +190,7 @@ def _group(files: Sequence[DataFile]) -> list[list[DataFile]]:
 
 
 # path_fields and add_path_columns: the columns that the paths of files name, such as `client`.
-Fields = list[dict[str, str]]
+Fields = list[dict[str, str | None]]
 """For each file of a group the values of the columns that its path names."""
 
 
@@ -187,16 +215,22 @@ def path_fields(
     for group, schema, values in zip(groups, schemas, fields, strict=True):
         if twice := [name for name in values[0] if name in schema.names]:
             raise ArgumentError(
-                f"{group[0].path} has a column {twice[0]!r}, and its path has {{{twice[0]}}} too, "
+                f"{group[0].path} has a column {twice[0]!r}, and its path has {twice[0]!r} too, "
                 "expected one of them. Write * in the path, or leave the column out with columns=."
             )
     return fields, client
 
 
-def add_path_columns(table: pa.Table, fields: Fields) -> pa.Table:
+def add_path_columns(table: pa.Table, fields: Fields, types: Mapping[str, pa.DataType]) -> pa.Table:
     """Add the columns that paths name to the examples of a group of files: one, or one each."""
     for name in fields[0]:
-        texts = pa.array([own[name] for own in fields]).dictionary_encode()
+        texts = pa.array([own[name] for own in fields], pa.string())
+        try:
+            texts = texts.cast(types[name]) if name in types else texts.dictionary_encode()
+        except pa.ArrowInvalid as error:
+            raise ArgumentError(
+                f"types: the path's {name!r} is no {types[name]}: {error}. Leave its type out."
+            ) from error
         if len(fields) == 1:
             texts = texts.take(pa.array(np.zeros(table.num_rows, np.int32)))
         table = table.append_column(name, texts)

@@ -49,12 +49,8 @@ class WithGradientNorm:
       optimizer clips it; averaged over steps and participants as all metrics are.
     - `"non_finite_step_fraction"`: the fraction of steps whose gradient has NaN or infinity.
 
-    Methods that take `fedpax.algorithms.local_steps`, and all others that get their gradients from
-    its `gradient_and_metrics`, report them. Wrap a loss last, because a function around it hides
-    the wish.
-
-    Attributes:
-        loss_fn: the loss.
+    Methods that get their gradients from `fedpax.algorithms.local_steps` report them. Wrap a loss
+    last: a function around it hides the wish.
 
     Example:
         >>> import fedpax, jax.numpy as jnp, optax
@@ -104,13 +100,13 @@ class Report(Protocol):
 class AlgorithmParts(NamedTuple):
     """A multi-island method in parts: the inner steps of one island, and the merge at a syncer.
 
-    Islands with their own runtimes (`fedpax.islands`) need the parts: each takes the same inner
-    steps on its own devices, and a syncer merges one fragment of the model after another.
+    Islands with their own runtimes (`fedpax.islands`) take the same inner steps on their own
+    devices, and a syncer merges one fragment of the model after another.
 
     A round has P merges, one per fragment. After every `steps_per_sync` inner steps, an island
     sends the fragment that is merged next. When `quorum` islands have sent it, the syncer waits at
-    most `grace_seconds` for the other islands that are up, and merges it. An update that arrives
-    later is part of the next merge of its fragment.
+    most `grace_seconds` for other islands that are up, and merges it. A later update is part of the
+    next merge of its fragment.
 
     Attributes:
         islands: number of shards of the data, and the largest number of islands.
@@ -157,13 +153,12 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
     structure, shapes, dtypes and shardings, so that the caller can donate the old one. `init` must
     copy `params` if the state is donated: otherwise the round deletes the caller's arrays.
 
-    To a type checker, `FederatedAlgorithm[FedAvgState]` has this state; without brackets, its state
-    has any type.
+    To a type checker, `FederatedAlgorithm[FedAvgState]` has this state; without brackets, any.
 
     A run can resume with another number of participants: placed values are then averaged or copied
     (`fedpax.checkpoints.resize_weights`). If this makes no sense for a method, its state has a
     property `fixed_participants` that returns the reason, such as "each expert belongs to a
-    domain". Resuming then raises.
+    domain", and resuming raises.
 
     Attributes:
         init: `params -> state`.
@@ -181,8 +176,7 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
             None: it runs as one program only.
         sent_exactly: what participants send beside their updates that changes the state, in words,
             such as "the changes of the controls". It is summed without the noise of a private
-            aggregator, so that the method has no epsilon. Default None: nothing but updates changes
-            the state.
+            aggregator, so that the method has no epsilon. Default None: nothing.
 
     Example:
         Gradient descent on a quadratic is a method with one participant and one local step:

@@ -87,10 +87,9 @@ def _chip(**specifications: Any) -> Chip:
     return Chip(**defaults | specifications)
 
 
-# TPUs: the page of a chip gives its peaks, its memory, its bandwidth to neighbors in both
-# directions together (a link in one direction has half of it divided by the number of links), and
-# the bandwidth to the data center's network. Figures that a page leaves out have a comment. The
-# usable memory is the limit that libtpu 0.0.42 names when a program needs more.
+# TPUs: a chip's page gives its peaks, its memory, its bandwidth to neighbors in both directions
+# together (a link in one direction has half of it divided by the number of links), and the
+# bandwidth to the data center's network. The usable memory is the limit of libtpu 0.0.42.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -159,10 +158,9 @@ CHIPS: dict[str, Chip] = {
             max_chips_per_slice=9216,
             devices_per_chip=2,  # its two chiplets, each with half of the chip's resources
         ),
-        # GPUs: the data sheet of a chip gives dense bfloat16 (half of its FLOPs with sparsity),
-        # memory, and NVLink in both directions together. The network of a host depends on its
-        # configuration; assumed is one adapter of 400 Gbit/s (A100: 200) per GPU, as in the
-        # maker's own systems.
+        # GPUs: a chip's data sheet gives dense bfloat16 (half of its FLOPs with sparsity), memory,
+        # and NVLink in both directions together. Assumed is one network adapter of 400 Gbit/s
+        # (A100: 200) per GPU, as in the maker's own systems.
         _gpu(
             "A100",
             r"NVIDIA A100-SXM4-80GB",
@@ -202,9 +200,6 @@ CHIPS: dict[str, Chip] = {
 
 def chip_of(device_kind: str) -> Chip | None:
     """Find the chip of a device.
-
-    Args:
-        device_kind: the device's `jax.Device.device_kind`.
 
     Returns:
         The chip, or None if the table `CHIPS` does not have it, such as a CPU.

@@ -114,16 +114,15 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._folder,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=self._retention,
-                # A kill in the removal of the files must not leave a half of them under the name of
-                # a checkpoint. An object store has no operation that renames a folder.
+                # A kill in the removal of files must not leave half a checkpoint under its name. An
+                # object store cannot rename a folder.
                 todelete_subdir=None if is_object_store(self._folder) else DELETED,
                 cleanup_tmp_directories=True,
                 atomicity_options=atomicity_of(self._folder),
                 async_options=ocp.AsyncOptions(
                     post_finalization_callback=callback,
-                    # Orbax numbers the saves of a process. A save that makes its folders in the
-                    # background waits for the folders of the newest number, which can be an
-                    # export's.
+                    # A save that makes its folders in the background waits for those of the newest
+                    # save of the process, which can be an export's.
                     create_directories_asynchronously=self._exports is None,
                 ),
             ),
@@ -229,9 +228,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         numbers: Sequence[int] | None = None,
     ) -> State:
         """Restore the state of the newest checkpoint."""
-        # Server values, such as the model and the state of the outer optimizer, are restored bit by
-        # bit. If the number of participants has changed, placed values are made by
-        # `fedpax.checkpoints.participant_states.resize_participants`.
+        # Server values are restored bit by bit. Placed values of another number of participants are
+        # made by `resize_participants`.
         wanted = ocp.tree.to_flat_dict(like)
         step = self._verified_round()
         with self._reading(step):

@@ -136,9 +136,9 @@ def literal_path(folder: Path) -> Path:
 def _manager_class() -> "type[ocp.CheckpointManager]":
     class Manager(ocp.CheckpointManager):
         def reached_preemption(self, step: int) -> bool:
-            # When a save is complete, Orbax asks JAX about its round. The training has asked about
-            # a later one by then. JAX would take the older one for the newest, and at a SIGTERM
-            # agree to stop after the next round, which has passed: the run would never stop.
+            # Orbax asks JAX about the round of a complete save after the training has asked about a
+            # later one. JAX would take the older one for the newest, and at a SIGTERM agree to stop
+            # after a round that has passed: the run would never stop.
             return False
 
     return Manager
@@ -239,13 +239,12 @@ class Retention:
     newest: int  # number of the newest checkpoints that are kept
     every: int = 0  # checkpoints of rounds that are a multiple of it are kept too. Default 0: none.
     # for each of these numbers, the newest checkpoint of a round that is a multiple of it is kept
-    # too, however many are saved after it: a roll back returns to it, or an export reads it. 0 and
-    # the default (): none.
+    # too: a roll back returns to it, or an export reads it
     scheduled: tuple[int, ...] = ()
     # rounds whose checkpoints are kept too; the training changes the set
     best: set[int] = dataclasses.field(default_factory=set, hash=False)
-    # the round of the checkpoint that has the rest of a checkpoint's rows: it is kept as long as
-    # that checkpoint. `fedpax.checkpoints.checkpoint.Checkpoints` changes the dict.
+    # the round of the checkpoint with the rest of a checkpoint's rows, kept as long as that
+    # checkpoint; `Checkpoints` changes the dict
     parents: dict[int, int] = dataclasses.field(default_factory=dict, hash=False)
 
     def keeps(self, rounds: Sequence[int]) -> list[bool]:

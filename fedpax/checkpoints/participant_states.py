@@ -34,10 +34,8 @@ def resize_weights(
         W_ij = m |[i / m, (i + 1) / m) intersected with [j / n, (j + 1) / n)|.
 
     Both divide the interval from 0 to 1 into equal parts, and a new participant averages the saved
-    ones that its part overlaps. 4 -> 2 averages neighbors, 2 -> 4 copies each state to two, and
-    4 -> 3 mixes 3 : 1, 2 : 2 and 1 : 3. Rows sum to 1 and columns to m / n, so the mean over
-    participants is kept, both of the models and of the updates that error feedback has not sent
-    yet.
+    ones that its part overlaps. Rows sum to 1 and columns to m / n, so the mean over participants
+    is kept, both of the models and of the updates that error feedback has not sent yet.
 
     "copy" gives new participant i the state of saved participant i mod n. With m < n, the states of
     the last n - m participants are dropped, and the mean changes.
@@ -83,9 +81,8 @@ def resize_participants(
     kept: Sequence[int | None] | None = None,
 ) -> jax.Array:
     """Make a placed array for another number of participants."""
-    # Means are in float32 or wider; a state that is only copied keeps its bits. Other values come
-    # from the saved participant of the largest weight, and its random keys are folded with the new
-    # index.
+    # Means are in float32 or wider. Values that cannot be averaged are copied from the saved
+    # participant of the largest weight, and random keys are folded with the new index.
     if saved.shape == like.shape:
         return saved
     weights = resize_weights(saved.shape[0], like.shape[0], rule)
@@ -124,8 +121,8 @@ def resize_participants(
 
 def saved_placed_struct(leaf: jax.ShapeDtypeStruct, num_saved: int) -> jax.ShapeDtypeStruct:
     """Return a placed leaf's abstract value with another number of participants."""
-    # Participants stay sharded over the placement's mesh axis if the axis divides their number, so
-    # that a device reads only its share; otherwise each device reads all participants.
+    # Sharded over the placement's mesh axis if the axis divides their number, so that a device
+    # reads only its share.
     sharding: Any = leaf.sharding
     axis = tuple(sharding.spec)[:1]
     first = axis[0] if axis and axis[0] is not None else None

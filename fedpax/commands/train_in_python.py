@@ -72,9 +72,6 @@ class TrainedRun:
 
         Args:
             *metrics: names of held-out metrics. Default: the loss.
-
-        Returns:
-            The figure, which a notebook shows.
         """
         with optional("plot()"):
             from fedpax.reports.plot import draw_losses  # matplotlib is slow to import
@@ -91,10 +88,9 @@ def train(
 ) -> TrainedRun:
     """Train an experiment in a folder, or resume the run that the folder holds.
 
-    It does what `fedpax train` does, for an object: its class can be defined in a notebook's cell.
-    On a CPU, the devices of its mesh are simulated, if JAX is not in use yet. Ctrl-C, or a
-    notebook's interrupt, saves after the current round and then raises `KeyboardInterrupt`; the
-    same call resumes.
+    It is `fedpax train` for an object, whose class can be defined in a notebook's cell. On a CPU,
+    the devices of its mesh are simulated, if JAX is not in use yet. Ctrl-C, or a notebook's
+    interrupt, saves after the current round and raises `KeyboardInterrupt`; the same call resumes.
 
     Args:
         experiment: an instance of a frozen dataclass, a subclass of

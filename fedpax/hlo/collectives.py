@@ -41,8 +41,8 @@ class Collective(NamedTuple):
     axes: tuple[str, ...]  # the mesh axes along which the devices of a group differ
     shapes: tuple[str, ...]  # the operands on one device, as HLO writes them, such as "f32[64,512]"
     bytes: int  # size of these operands; not the bytes on the network, see `operand_bytes_along`
-    # Number of executions in one execution of the program; None if it is known only at run time (a
-    # while loop that waits for a value, a branch of a conditional).
+    # Executions in one execution of the program; None if it is known only at run time (a while loop
+    # that waits for a value, a branch of a conditional).
     executions: int | None
     in_loop: bool  # whether the collective is inside a loop
     between_slices: bool  # whether it uses the network between TPU slices
@@ -65,8 +65,7 @@ class Collective(NamedTuple):
 def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
     """List the collectives of a compiled program, for CPU, GPU or TPU, in the order of its text."""
     # An asynchronous collective (a start and a done, or a chain of fusions on a TPU) is listed
-    # once. Collectives that move nothing are not listed: groups of one device, and permutations
-    # that send every shard to its own device.
+    # once. Groups of one device, and permutations that move nothing, are not listed.
     module = parsing.parse(text)
     copies = program_positions(module, mesh)
     executions = trip_counts.executions(module)
@@ -99,8 +98,7 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
 
 def operand_bytes_along(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
     """Sum the operand bytes that one device passes to collectives along a mesh axis."""
-    # The operand bytes of each collective whose groups span `axis`, times its executions, on the
-    # device with the largest sum.
+    # The sum of the device with the largest one, executions included.
     # - These are not the bytes on the network, which depend on the algorithm.
     # - A collective over `axis` and another axis counts in full.
     # - Rows of a client store that move in a loop are left out: they depend on the cohort.
@@ -170,8 +168,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 def program_positions(module: parsing.Module, mesh: jax.sharding.Mesh) -> list[list[int]]:
     """Return the positions in the mesh of the devices 0, 1, ... of each copy of a program."""
-    # With several TPU slices, the text is the program of one slice. Its devices are numbered in
-    # mesh order, and every slice runs a copy of the program.
+    # With several TPU slices, every slice runs a copy of the program, whose devices are numbered in
+    # mesh order.
     if module.num_devices in (1, mesh.size):
         return [list(range(mesh.size))]
     slices: dict[int, list[int]] = {}

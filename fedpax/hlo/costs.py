@@ -32,8 +32,7 @@ _SPLASH = {"": 2, "_dkv": 4, "_dq": 3}
 
 def matmul_flops(computation: Computation, instruction: Instruction) -> float | None:
     """Return the FLOPs of a matmul, convolution or kernel, 2 per multiplication; else 0."""
-    # None for a kernel that does not state its FLOPs. The instructions that it calls are not
-    # counted.
+    # None for a kernel that does not state its FLOPs. The instructions that it calls do not count.
     attributes = instruction.attributes
     if instruction.opcode == "dot":
         return _dot(computation, instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -64,9 +63,9 @@ def operand_dtype(computation: Computation, instruction: Instruction) -> str:
 
 def _splash(computation: Computation, instruction: Instruction) -> float | None:
     """Return the FLOPs of a splash attention kernel; None for any other kernel."""
-    # Queries are [..., heads, queries, features], computed in blocks. The first operand has an
-    # entry for each pair of blocks that the kernel visits; the mask excludes the other pairs. A
-    # kernel that visits all pairs is taken for causal attention: half of its blocks are empty.
+    # Queries are [..., heads, queries, features]. The first operand has an entry for each pair of
+    # blocks that the kernel visits. A kernel that visits all pairs is taken for causal attention:
+    # half of its blocks are empty.
     blocks = {
         ending: [
             int(size)
@@ -158,7 +157,7 @@ _FUSIONS = ("fusion", "fusion-start")  # a GPU runs independent fusions at the s
 
 def memory_traffic(module: Module, computation: Computation, instruction: Instruction) -> float:
     """Return the bytes that an instruction reads from and writes to main memory."""
-    # 0 for instructions that call computations, whose instructions count themselves.
+    # 0 for instructions that call computations.
     opcode = instruction.opcode
     if opcode in _NO_TRAFFIC or opcode.endswith("-done"):
         return 0.0
@@ -290,10 +289,8 @@ def count_costs(module: Module) -> ProgramCosts:
     # - Every instruction reads its operands and writes its result. A fusion is one instruction.
     # - A slice, or an update in place, counts the bytes of the slice, not of the array.
     # - Values that a TPU keeps in its vector memory have no traffic.
-    # - A conditional counts its costliest branch.
-    # - A loop counts its body times its trip count; an unknown trip count is taken as 1.
-    # - A kernel (custom call) counts if it states its FLOPs, or is a splash attention kernel or a
-    #   cuBLAS matmul.
+    # - A conditional counts its costliest branch, a loop of unknown trip count its body once.
+    # - A kernel counts if it states its FLOPs, or is a splash attention kernel or cuBLAS matmul.
     trips = trip_counts.trip_counts(module)
     uncounted_kernels: list[str] = []
     unknown_trip_counts: list[str] = []

@@ -52,7 +52,7 @@ class PlacementCost:
         size: number of participants. For a nested placement, in each participant of the outer one.
         broadcast: the values that the participant receives.
         reduced: the values that it sends.
-        flops: its floating-point operations, as `fedpax.inspect.cost.count_flops` counts them.
+        flops: its floating-point operations.
         where: the mesh axis that shards the participants, in words. Default "": there is no mesh.
     """
 
@@ -89,9 +89,8 @@ class Cost:
             for each entry of each participant.
         peak_bytes: peak memory of a device in the compiled program: arguments, results, the values
             in between and code.
-        flops_are_exact: False if a loop has a number of steps that is known only at run time, as
-            with `Cohort.num_steps`; the body of such a loop counts once. A loop without FLOPs,
-            broadcasts and reductions leaves the counts exact.
+        flops_are_exact: False if a loop with FLOPs, broadcasts or reductions has a number of steps
+            that is known only at run time, as with `Cohort.num_steps`; its body counts once.
     """
 
     placements: dict[str, PlacementCost]

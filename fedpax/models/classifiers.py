@@ -190,9 +190,8 @@ def convolve(
 ) -> Float[Array, "*batch height-2 width-2 outputs"]:
     """Convolve images with a 3 x 3 kernel, without padding."""
     # One matmul multiplies each pixel and its two right neighbors with all three rows of the
-    # kernel. The results of the three kernel rows are then shifted and added. XLA's convolution is
-    # not used because `vmap` over clients with their own kernels makes it a grouped convolution,
-    # which inside a loop (local steps) is many times slower on a CPU.
+    # kernel, whose results are shifted and added. Under `vmap` over clients' own kernels, XLA's
+    # convolution becomes a grouped one, many times slower on a CPU inside a loop (local steps).
     *batch, height, width, inputs = x.shape
     outputs, width = kernel.shape[-1], width - 2
     neighbors = jnp.concatenate([x[..., i : i + width, :] for i in range(3)], axis=-1)
@@ -272,8 +271,7 @@ def mlp(config: MLPConfig) -> FunctionalModel:
         config: the sizes.
 
     Returns:
-        The model. `apply` takes images, float `[batch, ...]`, and returns logits
-        `[batch, num_classes]`.
+        The model. `apply` maps float images `[batch, ...]` to logits `[batch, num_classes]`.
 
     Example:
         >>> model = mlp(MLPConfig())

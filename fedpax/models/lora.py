@@ -4,9 +4,7 @@ The parameters of the model stay as they are and every adapted weight W gets an 
 
     x W   becomes   x W + (alpha / rank) (x A) B.
 
-Adapters are a separate pytree: a federated method trains and sends them alone. `init` makes
-them, `adapter_loss` turns a loss of the model into a loss of the adapters, and `merge` adds them to
-the weights.
+Adapters are a separate pytree: a federated method trains and sends them alone.
 
     config = LoRAConfig(rank=8, alpha=16)
     adapters = lora.init(key, params, config)
@@ -138,11 +136,7 @@ def init(key: jax.Array, params: Params, config: LoRAConfig) -> Params:
 
 
 def logical_axes(model_axes: Params, config: LoRAConfig) -> Params:
-    """Name the axes of the adapters after the weights' axes; the rank's axis has no name.
-
-    Returns:
-        The structure of `init`'s result with a tuple of names for each array.
-    """
+    """Name the axes of the adapters after the weights' axes; the rank's axis has no name."""
 
     def make(names: tuple[str | None, ...], num_stacked: int, num_inputs: int) -> Params:
         end = num_stacked + num_inputs
@@ -154,12 +148,7 @@ def logical_axes(model_axes: Params, config: LoRAConfig) -> Params:
 
 
 def attach(params: Params, adapters: Params, config: LoRAConfig) -> Params:
-    """Put adapters into a model's parameters, without a computation.
-
-    Returns:
-        Parameters for the functions of `transformer(...)`, with an `AdaptedWeight` in place of each
-        adapted weight.
-    """
+    """Replace each adapted weight by an `AdaptedWeight`, for the functions of `transformer`."""
     return _replace(
         params,
         adapters,
@@ -177,8 +166,7 @@ def merge(params: Params, adapters: Params, config: LoRAConfig) -> Params:
         config: the adapters' size.
 
     Returns:
-        Parameters of the structure of `params`, with which the transformer computes what it
-        computes with the adapters.
+        Parameters of the structure of `params`.
 
     Example:
         >>> from fedpax.models import TransformerConfig, transformer

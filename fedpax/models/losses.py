@@ -103,16 +103,16 @@ def transformer_loss(
 ) -> ModelLoss:
     """Make the training loss of a transformer: the mean next-token cross-entropy, in nats.
 
-    The logits are computed one chunk of tokens at a time, see
-    `fedpax.ops.chunked_loss.chunked_cross_entropy`. Up to three terms are added: the z-loss of
-    the logits and, for a mixture of experts, the load-balancing loss and the router z-loss.
+    The logits are computed in chunks of tokens (`chunked_cross_entropy`). Up to three terms are
+    added: the z-loss of the logits and, for a mixture of experts, the load-balancing loss and the
+    router z-loss.
 
     Args:
         config: the transformer's configuration.
         z_loss_weight: weight of the mean of log(sum(exp(logits)))^2. PaLM uses 1e-4.
-        load_balance_weight: weight of the load-balancing loss of a mixture of experts, averaged
-            over layers; `fedpax.models.mixture_of_experts.routing_losses` relates it to the weights
-            of Switch Transformers and of Mixtral's implementation.
+        load_balance_weight: weight of the load-balancing loss, averaged over layers;
+            `fedpax.models.mixture_of_experts.routing_losses` relates it to the weights of Switch
+            Transformers and of Mixtral's implementation.
         router_z_weight: weight of the mean of log(sum(exp(router logits)))^2, averaged over layers.
         tokens_per_chunk: tokens per device whose logits exist at once.
 
@@ -245,11 +245,10 @@ def next_word_loss(
     apply: Callable[[chex.ArrayTree, jax.Array], jax.Array], words: int
 ) -> ModelLoss:
     """Make the loss of a language model of words, with the parts of its accuracy on known words."""
-    # The targets 1 to `words` are words of the vocabulary; the other ones are padding, the unknown
-    # word, and begin and end of a sentence. The loss is the mean cross-entropy, in nats, of all
-    # targets that the mask marks. `aux` has the shares of these targets that are words of the
-    # vocabulary, `known`, and that are such words and have the largest logit, `known_correct`. The
-    # accuracy without padding, unknown words and ends of sentences is the quotient of their means.
+    # Targets 1 to `words` are words of the vocabulary; other targets are padding, the unknown word,
+    # and begin and end of a sentence. The loss is the mean cross-entropy of the targets in the
+    # mask, in nats. `aux` has the share of them that are such words, `known`, and that also have
+    # the largest logit, `known_correct`. Their means' quotient is the accuracy on known words.
 
     def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         logits = apply(params, batch["inputs"])
@@ -276,10 +275,9 @@ def accumulate_gradients(loss_fn: ModelLoss, grad_accum_steps: int) -> ModelLoss
     """Split the batch of a loss into microbatches that run one after another.
 
     The loss, its gradient and its metrics are means over microbatches, weighted by the sum of the
-    microbatch's `mask`. They equal the loss, gradient and metrics of the whole batch if the loss is
-    a mean over what the mask marks. The gradient accumulates in float32 (float64 for float64
-    parameters). The device holds the activations of one microbatch at a time, because each
-    microbatch is recomputed in the backward pass.
+    microbatch's `mask`. They equal those of the whole batch if the loss is a mean over the mask.
+    The gradient accumulates in float32 (float64 for float64 parameters). Each microbatch is
+    recomputed in the backward pass, so activations of one alone exist at a time.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`, all of them means over the
@@ -288,9 +286,9 @@ def accumulate_gradients(loss_fn: ModelLoss, grad_accum_steps: int) -> ModelLoss
             `loss_fn` itself.
 
     Returns:
-        A loss of the same signature. A batch without `mask` gives each microbatch the same weight.
-        A microbatch whose mask is 0 everywhere is not read, unless all of them are. A term of the
-        loss that ignores the mask, such as load balance, is weighted in the same way.
+        A loss of the same signature. Without `mask`, microbatches weigh the same. A microbatch
+        whose mask is 0 everywhere is not read, unless all of them are. A term of the loss that
+        ignores the mask, such as load balance, is weighted in the same way.
 
     Raises:
         ValueError: `grad_accum_steps` is below 1 or does not divide the number of rows.
@@ -361,7 +359,7 @@ def accumulate_gradients(loss_fn: ModelLoss, grad_accum_steps: int) -> ModelLoss
 
 
 # The gradient of a loop's constants accumulates in their dtype. A constant beside the parameter
-# gets the gradient, in float32 at least. A wide copy of a frozen parameter would take memory.
+# gets it in float32 at least. A wide copy of a frozen parameter would take memory.
 
 
 @jax.custom_jvp

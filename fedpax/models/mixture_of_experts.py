@@ -26,18 +26,16 @@ class MixtureOfExperts(nnx.Module):
     # y = sum of w_e expert_e(x) over the k chosen experts e, where w is the softmax over the k
     # chosen logits alone, logits = x router, and expert_e(x) = down_e (silu(gate_e x) * (up_e x)).
     # Tokens are sorted by expert, and one grouped matmul multiplies each expert with its own tokens
-    # (`fedpax.ops.grouped_matmul`). An expert without tokens costs no time. There is no
-    # capacity: one expert may get all tokens.
+    # (`fedpax.ops.grouped_matmul`). There is no capacity: one expert may get all tokens.
     # On a mesh each device routes and sorts its own tokens.
     # - The axis `expert` shards the experts and the batch. A device all-gathers the tokens of the
     #   other devices along it, computes its own experts, and the outputs are reduce-scattered: for
     #   n tokens on each of D devices (D - 1) n vectors each way. An all-to-all of the chosen tokens
-    #   alone would move k (D - 1) n / D, which is less if D > k. So this axis should be small. A
-    #   device allocates D n min(k, experts per device) rows, because all tokens may choose its
-    #   experts; it computes only the rows in use.
+    #   alone would move k (D - 1) n / D, less if D > k: this axis should be small. A device
+    #   allocates D n min(k, experts per device) rows, and computes only the rows in use.
     # - The axis `fsdp` shards the experts' parameters, `tensor` each expert's hidden features.
     # Jiang et al., "Mixtral of Experts" (arXiv:2401.04088), section 2.1; Gale et al., "MegaBlocks"
-    # (arXiv:2211.15841), on computing without dropped tokens.
+    # (arXiv:2211.15841).
 
     def __init__(
         self,
@@ -131,13 +129,13 @@ def routing_losses(
     #     f_e = number of choices that fell on expert e / (k T),
     #     P_e = mean over tokens of softmax(logits)_e,
     #     router_z = mean over tokens of logsumexp(logits)^2.
-    # f has no gradient. `load_balance` is 1 if all experts are chosen equally often, for every k,
-    # and at most E / k. `axes`: manual mesh axes that shard the tokens.
+    # f has no gradient. `load_balance` is 1 for balanced experts and at most E / k. `axes`: manual
+    # mesh axes that shard the tokens.
     # - Switch Transformers (arXiv:2101.03961), equations 4 to 6, add alpha times this value, with k
     #   = 1, for every layer: alpha = 0.01 is `load_balance_weight=0.01 * num_layers`.
     # - `router_aux_loss_coef=c` of Mixtral in Hugging Face Transformers is
-    #   `load_balance_weight=k * c`. It averages f and P over all layers before it multiplies them.
-    #   Here each layer is balanced by itself.
+    #   `load_balance_weight=k * c`, but it averages f and P over all layers before it multiplies
+    #   them. Here each layer is balanced by itself.
     # router_z: Zoph et al., "ST-MoE" (arXiv:2202.08906), equation 5.
     num_experts = logits.shape[-1]
     is_chosen = chosen[..., None] == jnp.arange(num_experts)
@@ -213,7 +211,7 @@ def _mixture(
     group_sizes = jnp.sum(chosen[..., None] == jnp.arange(num_local), axis=(0, 1), dtype=jnp.int32)
     filled = (jnp.arange(rows) < jnp.sum(group_sizes))[:, None]
     # The grouped matmul leaves arbitrary values in rows after the last group. Its outputs are
-    # masked below; its inputs are masked here, which masks their gradients.
+    # masked below, and its inputs here, for their gradients.
     order_of_rows = order[:rows]
     sorted_tokens = jnp.where(filled, tokens[order_of_rows // k], 0)
     sorted_weights = jnp.where(filled, weights.reshape(-1, 1)[order_of_rows], 0)

@@ -21,8 +21,8 @@ EPSILON = 1e-3
 class ResNetConfig:
     """Sizes of a residual network of two-convolution blocks, with group normalization.
 
-    The defaults are the sizes of ResNet-18 for CIFAR-100 in the experiments of FedOpt. Batch
-    normalization would need statistics of all clients; group normalization reads one image.
+    The defaults are ResNet-18 for CIFAR-100 in the experiments of FedOpt. Batch normalization would
+    need statistics of all clients; group normalization reads one image.
 
     Attributes:
         num_channels: channels of an image, 1 for gray and 3 for RGB.
@@ -181,9 +181,6 @@ def resnet(config: ResNetConfig) -> FunctionalModel:
 
     Clients that run at once (`chunk_size` above 1) have their own kernels: XLA then computes
     grouped convolutions, which are slow on a CPU. Run clients one after another there.
-
-    Args:
-        config: the sizes.
 
     Returns:
         The model. `apply` takes images of any size, float `[batch, height, width, channels]`, and

@@ -123,9 +123,9 @@ AttendLayer: TypeAlias = Callable[
 class Transformer(nnx.Module):
     """A decoder-only transformer that predicts the next token."""
 
-    # The parameters of the layers are stacked and the layers run in a scan, so compile time does
-    # not grow with depth: `[num_layers, ...]`, or for a pipeline with repeats `[repeats, num_layers
-    # / repeats, ...]`, in the same order.
+    # The layers' parameters are stacked, `[num_layers, ...]`, or for a pipeline with repeats
+    # `[repeats, num_layers / repeats, ...]`, and run in a scan: compile time does not grow with
+    # depth.
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         _check_dtype(config)
@@ -150,9 +150,8 @@ class Transformer(nnx.Module):
         positions: Int[Array, "batch seq"] | None = None,
     ) -> Float[Array, "batch seq vocab"]:
         """Compute the logits of each next token, float32 `[batch, seq_len, vocab_size]`."""
-        # `segments` has the document of each token in a packed sequence: a token attends to its own
-        # document alone. Default None: one document per row. `positions` are positions in the
-        # documents. Default None: positions in the row.
+        # `segments`: the document of each token in a packed sequence, to which its attention is
+        # limited; None: one document per row. `positions`: in the documents; None: in the row.
         features, _ = self.hidden(tokens, segments, positions)
         return self.logits(features)
 
@@ -231,8 +230,7 @@ class Transformer(nnx.Module):
         caches: chex.ArrayTree = None,
     ) -> tuple[Float[Array, "batch seq embed"], chex.ArrayTree]:
         """Run the layers one after another, each with a key-value cache of its own."""
-        # `caches` and the entries that are returned have a leading axis of layers. Features are not
-        # normalized.
+        # `caches` and returned entries have a leading axis of layers. Features are not normalized.
         graph, stacked = nnx.split(self.layers)
         if self.config.num_pipeline_repeats > 1:
             stacked = jax.tree.map(lambda p: p.reshape(-1, *p.shape[2:]), stacked)

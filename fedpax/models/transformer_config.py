@@ -159,14 +159,7 @@ class TransformerConfig:
         return tables * self.vocab_size * self.embed_dim + self.num_layers * layer + self.embed_dim
 
     def num_active_params(self) -> int:
-        """Count the parameters that one token uses: `num_experts_per_token` experts of a mixture.
-
-        Example:
-            >>> config = TransformerConfig(num_experts=8, num_experts_per_token=2)
-            >>> idle = config.num_params() - config.num_active_params()
-            >>> idle // config.num_layers  # 6 experts
-            1769472
-        """
+        """Count the parameters that one token uses: of a mixture, the experts of one token."""
         idle = max(0, self.num_experts - self.num_experts_per_token)
         return self.num_params() - self.num_layers * idle * self._feed_forward()
 
@@ -183,10 +176,7 @@ class TransformerConfig:
             seq_len: tokens in a sequence.
             causal: False, the convention of published figures, counts all `seq_len` keys for each
                 token, or `sliding_window` keys if that is less. True counts only the keys at and
-                before a token, half of the sequence on average, within the sliding window.
-
-        Returns:
-            Operations per token.
+                before a token, within the sliding window.
 
         Example:
             >>> config = TransformerConfig(vocab_size=256, num_layers=4, embed_dim=192, num_heads=3)
@@ -237,12 +227,9 @@ def _options(config: TransformerConfig) -> list[tuple[str, Any, tuple[Any, ...]]
 
 # ---- model FLOPs utilization (MFU): the fraction of the chips' peak FLOP/s that the model uses
 #
-# MFU counts the matmuls of the model, forward and backward, without recomputation. There are two
-# conventions for attention, and their results cannot be compared: all query-key pairs, including
-# the half that a causal mask hides (PaLM, MaxText), or only the pairs that the causal mask leaves.
-#
-# Reference:
-#     Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B.
+# MFU counts the matmuls of the model, forward and backward, without recomputation. Two conventions
+# for attention cannot be compared: all query-key pairs (PaLM, arXiv:2204.02311, appendix B;
+# MaxText), or only the pairs that the causal mask leaves.
 
 
 def flops_per_token(
@@ -287,8 +274,7 @@ def model_flops_utilization(
         tokens_per_second: throughput of all chips together.
         flops_per_token: see `flops_per_token`.
         num_chips: number of chips.
-        peak_flops_per_chip: peak floating-point operations per second of one chip, in the dtype of
-            the matmuls.
+        peak_flops_per_chip: peak FLOP/s of one chip in the dtype of the matmuls.
 
     Returns:
         The fraction, between 0 and 1.

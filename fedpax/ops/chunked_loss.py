@@ -37,9 +37,9 @@ def chunked_cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Compute the mean of -log softmax(logits)[target] with logits = features table^T.
 
-    Each device computes the logits of `tokens_per_chunk` tokens, their loss and its gradient, and
-    then continues with the next chunk. The float32 logits of all tokens never exist at once. The
-    forward pass computes the gradient too and stores it, so the backward pass needs no logits.
+    Each device computes the logits of `tokens_per_chunk` tokens, their loss and its gradient, then
+    those of the next chunk. The float32 logits of all tokens never exist at once, and the backward
+    pass needs none.
 
     On a mesh that shards tokens, each device sums the table's gradient over its own tokens, and
     one reduction at the end adds these sums. On a mesh that shards the vocabulary, the logits stay
@@ -55,10 +55,8 @@ def chunked_cross_entropy(
         mask: `[batch, seq_len]`, the weight of each target in the mean. Default None: every weight
             is 1. If all weights are 0, the loss is 0.
         softcap: replaces each logit by cap tanh(logit / cap). Default None: no cap.
-        z_loss_weight: weight of the mean of log(sum(exp(logits)))^2, which keeps the logits near
-            0.
-        tokens_per_chunk: tokens per device whose logits exist at once. A smaller number needs
-            less memory.
+        z_loss_weight: weight of the mean of log(sum(exp(logits)))^2, to keep the logits near 0.
+        tokens_per_chunk: tokens per device whose logits exist at once.
 
     Returns:
         The loss with the z-loss, and the cross-entropy alone, which is not differentiated. Both

@@ -19,10 +19,9 @@ from fedpax.parallel.ring import Ring
 Tree = TypeVar("Tree", bound=chex.ArrayTree)
 _Shard: TypeAlias = tuple[jax.Array, jax.Array, jax.Array | None]  # key, value, segments
 
-# Least number of tokens on other devices for which balancing is faster by default. Balancing skips
-# half of the scores of these tokens, and it exchanges queries, keys, values and outputs. It wins
-# above 2 (1 + num_kv_heads / num_heads) times a chip's operations per byte sent, which are 4,000 to
-# 5,000 on TPUs.
+# Least number of tokens on other devices for which balancing is faster by default: it skips half of
+# their scores and exchanges queries, keys, values and outputs. It wins above 2 (1 + num_kv_heads /
+# num_heads) times a chip's operations per byte sent, which are 4,000 to 5,000 on TPUs.
 MIN_TOKENS_TO_BALANCE = 16_384
 
 
@@ -39,21 +38,18 @@ def ring_attention(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Compute causal attention over a sequence that is sharded over a mesh axis.
 
-    Each device keeps its queries. Keys and values pass from neighbor to neighbor around the ring
-    while each device attends to the shard that it holds, so it sees the shards of all n devices in
-    n steps. Softmax accumulates block by block in float32, and a device stores at most
-    [tokens per device, block] scores per head. The backward pass goes around the ring once more:
-    it uses the stored inputs, outputs and logarithms of the softmax denominators, and recomputes
-    the scores. With a sliding window, keys go only as far as a query can attend.
+    Each device keeps its queries. Keys and values pass from neighbor to neighbor around the ring:
+    each device sees all n shards in n steps; with a sliding window, they go only as far as a query
+    can attend. Softmax accumulates block by block in float32, and a device stores at most
+    [tokens per device, block] scores per head. The backward pass goes around the ring once more and
+    recomputes the scores from inputs, outputs and logarithms of the softmax denominators.
 
-    With a contiguous causal split the last device has work in every step and the first in one, so
-    the last device sets the time. With `balanced`, each device instead computes on one early and
-    one late part of 2 n parts, exchanged before and after. All devices then have the same work,
-    half of the last one's.
+    With a contiguous causal split the last device has work in every step and the first in one. With
+    `balanced`, each device instead computes on one early and one late part of 2 n parts, exchanged
+    before and after: all devices then have half of the last one's work.
 
     On a mesh without the axis, or with one device along it, this is blockwise attention on each
-    device. Shardings over other mesh axes stay. The axis must be automatic. There is no
-    forward-mode derivative.
+    device. The axis must be automatic. There is no forward-mode derivative.
 
     Args:
         query: `[batch, seq_len, num_heads, head_dim]`, already rotated.

@@ -113,10 +113,7 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: Rules = RULES)
     Args:
         x: an array of any shape.
         logical: the logical axis of each array axis; None for an axis that is not sharded.
-        rules: the mesh axis or axes of each logical axis. Default: RULES.
-
-    Returns:
-        `x` with the same values.
+        rules: the mesh axis or axes of each logical axis.
 
     Raises:
         ValueError: if a name has no rule, or `x` has another number of axes than `logical`.
@@ -155,7 +152,7 @@ def explicit_spec(
     Args:
         logical: the logical axis of each axis of the result; None for an axis that is not sharded.
         shape: shape of the result.
-        rules: the mesh axis or axes of each logical axis. Default: RULES.
+        rules: the mesh axis or axes of each logical axis.
 
     Returns:
         The `PartitionSpec` over explicit axes; None on a mesh without explicit axes.
@@ -182,7 +179,7 @@ def shardings(
         logical_tree: the structure of `shapes_tree`, with a tuple of logical axes for each array.
         shapes_tree: arrays, or the result of `jax.eval_shape`.
         mesh: the mesh.
-        rules: the mesh axis or axes of each logical axis. Default: RULES.
+        rules: the mesh axis or axes of each logical axis.
 
     Returns:
         The same structure with a `jax.sharding.NamedSharding` for each array. A mesh axis that does

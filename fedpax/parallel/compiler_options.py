@@ -14,14 +14,13 @@ def overlap_options(mesh: Mesh) -> dict[str, str]:
 
     On several slices of v5e, the TPU compiler can complete an all-gather between slices before the
     local steps that should hide it, because it fuses all-gathers with other operations. The option
-    that forbids this fusion also applies to all-gathers within an island. On all other devices, the
-    transfers overlap without options.
+    forbids this fusion, also within an island. Other devices need no options.
 
     Args:
         mesh: the mesh that the program runs on.
 
     Returns:
-        Options for `jax.jit(round, compiler_options=...)`. On all but several slices of v5e: none.
+        Options for `jax.jit(round, compiler_options=...)`; none but for several slices of v5e.
 
     Example:
         >>> import jax
@@ -47,8 +46,7 @@ def memory_options(platform: str) -> dict[str, str]:
 
 def run_once_options(platform: str) -> dict[str, int]:
     """Return compiler options for a program that runs seldom, such as an initialization."""
-    # On a CPU, LLVM skips its expensive passes, unless all programs of the process skip them
-    # already.
+    # On a CPU, LLVM skips its expensive passes.
     is_fast = jax.config.values["jax_disable_most_optimizations"]
     return {"xla_backend_optimization_level": 1} if platform == "cpu" and not is_fast else {}
 
@@ -67,9 +65,8 @@ def simulate_devices(count: int, *, subgroups: bool = True) -> None:
     Args:
         count: number of devices, from 1 to 1,024.
         subgroups: whether collectives can run over subgroups of the devices, as on a mesh of
-            several axes. Default True. With False there is one worker thread per device, XLA's
-            default, and programs of many small operations, such as a client's steps, are two to
-            three times as fast.
+            several axes. With False there is one worker thread per device, and programs of many
+            small operations, such as a client's steps, are two to three times as fast.
 
     Raises:
         ValueError: if `count` is below 1 or above 1,024.
@@ -89,8 +86,7 @@ def provide_worker_threads(num_devices: int) -> None:
     """Request eight worker threads per simulated device from XLA, before JAX is first used."""
     # A collective blocks its worker thread until the last device of its group arrives. XLA starts
     # as many threads as there are cores or devices. With few cores, all of them can wait in
-    # different collectives for a device that has no thread left; after 40 seconds XLA then aborts
-    # the process. If all collectives run over all devices, one thread per device is enough. If the
-    # environment variable `PJRT_NPROC` or `NPROC` is set, its number of threads is kept.
+    # different collectives for a device without a thread, and XLA aborts the process after 40
+    # seconds. The environment variables `PJRT_NPROC` and `NPROC` take precedence.
     if not {"PJRT_NPROC", "NPROC"} & os.environ.keys():
         os.environ["PJRT_NPROC"] = str(8 * num_devices)

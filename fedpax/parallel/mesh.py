@@ -35,7 +35,7 @@ def default_devices(devices: Sequence[jax.Device]) -> Iterator[None]:
     """Set the default devices of meshes, such as the devices of a pod to compile for.
 
     Args:
-        devices: devices that `make_mesh` and `MeshConfig` use instead of `jax.devices()`.
+        devices: the devices in place of `jax.devices()`.
 
     Example:
         >>> with default_devices(jax.devices()[:1]):
@@ -173,18 +173,14 @@ class MeshConfig:
         return len(available_devices()) if -1 in sizes else math.prod(sizes)
 
     def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-        """Make the mesh.
+        """Make the mesh; all its axes are automatic.
 
         The mesh has all axes of the configuration, also axes of size 1, so that
         `PartitionSpec("clients")` is valid on every mesh. An axis of size 1 changes neither the
         compiled program nor its memory.
 
         Args:
-            devices: the devices to use. Default None: the devices of `default_devices`, or else
-                `jax.devices()`. If all sizes are 1, the mesh is the first device alone.
-
-        Returns:
-            The mesh; all its axes are automatic.
+            devices: as in `make_mesh`. If all sizes are 1, the mesh is the first device alone.
 
         Raises:
             MeshSizeError: if the sizes do not fit the devices or the slices.

@@ -1,9 +1,7 @@
 """Pipeline parallelism: layers sharded over the mesh axis `stage`, a batch in microbatches.
 
-In a tick, every stage receives the features of a microbatch, applies one block of its layers to
-them, and sends them on. With `num_repeats=1`, GPipe, a stage has one block of consecutive layers.
-Else stage s has the shorter blocks s, s + num_stages, s + 2 num_stages, ..., and a microbatch
-passes all stages `num_repeats` times: a stage is idle for num_stages - 1 shorter ticks.
+In a tick, every stage applies one block of its layers to a microbatch and sends it on. Stage s has
+blocks s, s + num_stages, ...; `num_repeats` of them, or one of consecutive layers (GPipe).
 """
 
 from __future__ import annotations
@@ -91,16 +89,15 @@ def run_pipeline(
 ) -> tuple[Float[Array, "batch ..."], chex.ArrayTree]:
     """Apply a stack of layers to a batch, in a pipeline if the mesh has one.
 
-    Without a pipeline, this is a `jax.lax.scan` over the layers and nothing else: the whole batch
-    passes each layer. That is so on a mesh without the axis, on a mesh with one device along it,
-    and inside a `jax.shard_map` over it.
+    Without a pipeline, this is a `jax.lax.scan` over the layers of the whole batch: on a mesh
+    without the axis or with one device along it, and inside a `jax.shard_map` over it.
 
     With a pipeline, the axis must be automatic, and it alone becomes manual: other axes still
     shard the batch, and the layers within a stage. The batch axis of the features is sharded over
-    `axis` as well (rule "batch"), on the way in and on the way out, so that the embeddings before
-    the layers and the logits after them are divided among the stages instead of repeated on each.
-    Microbatches move around the ring of stages: the first stage takes new ones from it and returns
-    finished ones to it. A device never holds more than its shard of the batch and two microbatches.
+    `axis` as well (rule "batch"), on the way in and out, so that the stages divide the embeddings
+    and the logits instead of repeating them. Microbatches move around the ring of stages: the first
+    stage takes new ones from it and returns finished ones to it. A device never holds more than its
+    shard of the batch and two microbatches.
 
     Parameters never move between stages. With num_repeats > 1 their order on the stages is not
     the order of the layers, so they are stored as [num_repeats, layers / num_repeats, ...] with
@@ -115,17 +112,16 @@ def run_pipeline(
             layers / num_repeats, ...] if num_repeats > 1.
         x: features [batch, ...].
         side_inputs: further inputs of the layers, such as segments, a pytree of arrays. [batch,
-            ...] are divided into microbatches as x is; [1, ...] are passed unchanged. Default ():
-            none.
+            ...] are divided into microbatches as x is; [1, ...] are passed unchanged.
         num_microbatches: microbatches of the batch, a multiple of the number of stages. A larger
-            number makes the bubble smaller, and each matmul smaller. Default 1.
+            number makes the bubble smaller, and each matmul smaller.
         num_repeats: blocks of layers on each stage. Default 1: GPipe.
-        axis: name of the pipeline's mesh axis. Default "stage".
+        axis: name of the pipeline's mesh axis.
         remat: transforms `layer_fn` so that it stores fewer residuals, such as
             `functools.partial(jax.checkpoint, prevent_cse=False)`. Default None: store all
             residuals, except in a pipeline with num_repeats > 1, which uses `jax.checkpoint`:
             otherwise JAX would store a copy of a block's parameters for each tick.
-        unroll: unroll factor of the scan over layers. Default 1.
+        unroll: unroll factor of the scan over layers.
 
     Returns:
         The features [batch, ...], and the auxiliary scalars, summed over layers and averaged over
@@ -226,9 +222,9 @@ def _pipeline_on_device(
     def exchange(arriving: jax.Array, buffer: jax.Array, tick: Any) -> tuple[jax.Array, jax.Array]:
         """Let stage 0 take a new microbatch and return a finished one; rotate the buffers."""
         # When stage 0 begins with microbatch m, slot m % microbatches_per_stage of its buffer holds
-        # microbatch m. Stage 0 takes it out, and stores the finished microbatch m - num_stages,
-        # which arrives in this tick. Then this slot moves to the previous stage, on all devices.
-        # After all rotations, each microbatch is on the device where it started.
+        # it. Stage 0 takes it out, and stores the microbatch m - num_stages that finishes in this
+        # tick. Then this slot moves to the previous stage, on all devices. After all rotations,
+        # each microbatch is on the device where it started.
         _, repeat, microbatch = schedule.task(tick, 0)
         slot = microbatch % schedule.microbatches_per_stage
         stored = jax.lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
@@ -307,9 +303,8 @@ def _slice(index: int | jax.Array, stack: jax.Array) -> jax.Array:
 
 def _split_microbatches(x: jax.Array, schedule: Schedule, axis: str) -> jax.Array:
     """Reshape [batch, ...] to [num_microbatches, microbatch, ...] without transfers."""
-    # Any assignment of examples to microbatches is valid. Here each device along the axes that
-    # shard the batch contributes the next of its own examples to each microbatch: the batch axis is
-    # sharded first over the other axes, then over the stages.
+    # Any assignment of examples is valid. Here each device contributes its own examples to each
+    # microbatch: the batch axis is sharded first over the other axes, then over the stages.
     shards = _batch_shards(x.shape[0] // schedule.num_microbatches, axis)
     x = x.reshape(shards, schedule.num_microbatches, -1, *x.shape[1:])
     return jnp.moveaxis(x, 1, 0).reshape(schedule.num_microbatches, -1, *x.shape[3:])

@@ -46,7 +46,7 @@ def plan_experiment(
         slice_bandwidth: bytes per second out of a slice, for the time that transfers stay exposed.
             Default None: the published bandwidth of its chips together.
         program_file: path to write the compiled text to. Default None: do not write it.
-        progress: called with a line of text at each stage of the work. Default: ignore the lines.
+        progress: called with a line of text at each stage of the work.
 
     Returns:
         The plan, and the run that was compiled.
@@ -200,8 +200,7 @@ class MemoryOverflowError(FedpaxError):
     exit_status = 1
 
 
-# Fields of experiments that reduce a round's memory: what a change of the field does, and the
-# value beyond which it does no more.
+# Fields that reduce a round's memory: the effect, and the value beyond which there is none.
 _REMEDIES: dict[str, tuple[str, Any]] = {
     "mesh.fsdp": ("shard parameters and optimizer state over more devices", None),
     "mesh.tensor": ("shard heads and MLP dimensions over more devices", None),

@@ -177,15 +177,10 @@ class CompiledPlan(NamedTuple):
         operand. The bounds on time (`min_seconds`) include this factor.
 
         Args:
-            network: count collectives over this network alone, such as `DCN`. Default
-                None: count every network.
-            axis: count collectives along this mesh axis alone, such as the placement's. Default
-                None: count every axis.
+            network: count collectives over this network alone, such as `DCN`. Default None: all.
+            axis: count collectives along this mesh axis alone. Default None: all.
             in_loop: True counts collectives inside loops alone, False outside loops alone. Default
-                None: count both.
-
-        Returns:
-            Bytes per device and round.
+                None: both.
         """
         return sum(
             timed.collective.bytes * timed.executions
@@ -210,8 +205,7 @@ class CompiledPlan(NamedTuple):
     def bandwidth_for_overlap(self) -> float | None:
         """DCN bandwidth per chip, in bytes per second, that DCN collectives need to be hidden.
 
-        At this bandwidth they take as long as the largest other bound of the round, so with more
-        they can overlap fully. None if no collective uses DCN, or if the chip is unknown.
+        They then take as long as the largest other bound. None: no DCN, or an unknown chip.
         """
         chip = self.topology.chip
         if self.roofline is None or chip is None or DCN not in self.roofline.network_seconds:

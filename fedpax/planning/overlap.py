@@ -105,8 +105,7 @@ class SliceTransfer(NamedTuple):
     # local steps of the round before its completion. Inside a loop: before the loop's end.
     end: float
     in_loop: bool  # whether it is inside a loop
-    # local steps between start and completion of one execution: the matmul FLOPs that the schedule
-    # has between them, divided by the FLOPs of a local step
+    # local steps between start and completion of one execution, by matmul FLOPs
     local_steps: float
     exposed_seconds: float  # seconds of a round in which the program waits for it
 

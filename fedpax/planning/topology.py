@@ -70,10 +70,7 @@ def find_topology(name: str, slices: int = 1) -> Topology:
         name: a TPU and its chips along each dimension of a slice, such as "v5p:4x8x8" or
             "v5e:16x16"; it needs the package `libtpu`, and no TPU. Or "cpu:8" for 8 simulated
             devices of this process, or "gpu" for the GPUs of this machine.
-        slices: number of slices, joined by the data center's network. Default 1.
-
-    Returns:
-        The topology.
+        slices: number of slices, joined by the data center's network.
 
     Raises:
         TopologyError: if the topology does not exist, or `libtpu` or the GPUs are missing.
@@ -230,7 +227,7 @@ class Route(NamedTuple):
     # simulated devices.
     network: str
     chips: int  # number of chips in the group; number of slices if the network is DCN
-    # Chips along each dimension of the torus that the group spans; () without a torus.
+    # Chips along each dimension of the group's torus; () without a torus.
     extents: tuple[int, ...] = ()
     rings: tuple[bool, ...] = ()  # for each dimension, whether the group closes to a ring
 
@@ -302,9 +299,9 @@ def min_seconds(
     # - a collective-permute takes b / w;
     # - an all-to-all is limited by the links in the middle of the longest dimension: n b / 8 over
     #   one direction of a link on a ring, n b / 4 on a line.
-    # A ring uses both directions of its links. On a line, everything that the last chip receives
-    # arrives in one direction. Between slices, n is the number of slices, and the participating
-    # chips of a slice each send a part. Latency is not counted.
+    # A ring uses both directions of its links; the last chip of a line receives in one. Between
+    # slices, n is their number, and the participating chips of a slice each send a part. Latency is
+    # not counted.
     chip = topology.chip
     if chip is None or route.network == HOST:
         return None

@@ -201,9 +201,9 @@ def empty_rows(participants: int, aval: Any) -> jax.Array:
 
 def read_rows(buffer: jax.Array, start: Any, rows: int) -> jax.Array:
     """Read rows of a loop-carried buffer before they are overwritten in the same iteration."""
-    # XLA for CPU fuses a copy of the slice into each of its readers. It may schedule an independent
-    # reader after the write, and then copies the whole buffer in each iteration. It fuses nothing
-    # into a conditional, which copies the rows once.
+    # XLA for CPU fuses a copy of the slice into each reader. It may schedule an independent reader
+    # after the write, and then copies the whole buffer in each iteration. A conditional, into which
+    # nothing is fused, copies the rows once.
 
     def read(start: jax.Array, buffer: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(buffer, start, rows, 0)

@@ -62,8 +62,7 @@ def federated_map(
     Server values that `fn` closes over are broadcast to the participants. The model axes of a mesh
     are the same inside `fn` as outside. A participant cannot read the values of another, unless
     `fn` closes over a placed value: a `PlacedClosureWarning` then names it, once per program. Pass
-    it as an argument instead. If every participant is to read all values, pass
-    `federated_broadcast(value)`.
+    it as an argument instead, or `federated_broadcast(value)` if every participant is to read all.
 
     Args:
         fn: takes one participant's slices and returns a pytree of arrays or numbers. If `fn` is
@@ -74,16 +73,14 @@ def federated_map(
         chunk_size: number of participants that a device runs at once. A smaller number needs less
             memory.
 
-            - None, the default: the program's setting. If that is None too, a device runs all of
-              its participants at once.
+            - None, the default: the program's setting, or else all participants.
             - A positive int. 1 runs `fn` unbatched, so that its conditionals and loops stay as
               they are.
             - "auto" on CPU: 1, because a core gains nothing from a batch of participants.
             - "auto" on GPU and TPU: the number of participants whose live values fit in a
               sixteenth of the chip's memory, or in 1 GiB if that is more or the chip is not in
-              `fedpax.planning.CHIPS`; at least 1. It is estimated from the jaxpr of `fn` (for a
-              model: parameters, gradients and activations), and reduced until all chunks have
-              about the same size.
+              `fedpax.planning.CHIPS`; at least 1. It is estimated from the jaxpr of `fn`, and
+              reduced until all chunks have about the same size.
 
     Returns:
         The result of `fn`, with an axis of size `n` in front of every leaf.

@@ -65,21 +65,19 @@ def federated_mean(
 
     A participant of weight 0 is absent: its value has no effect, also if it is NaN or infinite, and
     then the derivative with respect to its weight is 0. If the weights sum to zero, the mean is 0,
-    not NaN: a round in which no client has an example changes nothing. The methods of
-    `fedpax.algorithms` leave the model and the server optimizer's momentum as they are then, unless
-    the aggregator adds noise on the server. A NaN weight gives NaN.
+    not NaN: the methods of `fedpax.algorithms` then leave the model and the server optimizer's
+    momentum as they are, unless the aggregator adds noise on the server. A NaN weight gives NaN.
     Negative weights are used as given.
 
-    The weights are added up in float32 (float64 for float64 values). If their sum is out of range,
-    above 3.4e38, or below 1.2e-38 and not 0, it raises where its value is known, outside of
-    `jax.jit`, and so does a mean whose products `w[i] x[i]` are out of range. Inside, a sum above
-    the range gives NaN, and weights and products below it count as 0. Divide such weights by their
-    largest one first.
+    The weights are added up in float32 (float64 for float64 values). Outside of `jax.jit`, a sum
+    above 3.4e38, or below 1.2e-38 and not 0, raises, and so does a mean whose products
+    `w[i] x[i]` are out of range. Inside, a sum above the range gives NaN, and weights and products
+    below it count as 0. Divide such weights by their largest one first.
 
     Args:
         x: pytree of arrays `[n, ...]`, placed.
-        weights: array `[n]` of any real dtype, for example numbers of examples. They are used in
-            float32 or wider. Default None: equal weights.
+        weights: array `[n]` of any real dtype, for example numbers of examples. Default None: equal
+            weights.
         placement: name of the placement. Default None: the only placement of the program.
 
     Returns:

@@ -216,10 +216,9 @@ def largest_auto_chunk(
 
 def with_manual_axis(jaxpr: ClosedJaxpr, axis: str) -> Callable[..., list[jax.Array]]:
     """Return a jaxpr as a function for a region that is manual over a mesh axis."""
-    # A jaxpr contains the mesh it was traced on: in the types of its values, in the shardings
-    # among its parameters, in the contexts of its equations. JAX raises if it runs where the type
-    # of an axis differs. This interpreter binds each equation again with the axis manual, and
-    # retraces the jaxprs among the parameters (of loops, conditionals and calls) in the same way.
+    # A jaxpr contains the mesh it was traced on: in the types of its values, in shardings among
+    # its parameters, in contexts of its equations. JAX raises where the type of an axis differs.
+    # This interpreter binds each equation, and retraces inner jaxprs, with the axis manual.
     return functools.partial(_Interpreter(axis).run, jaxpr)
 
 

@@ -40,8 +40,7 @@ def to_json(configuration: Any, path: str = "") -> Any:
 
 def check_is_dataclass(configuration: Any) -> None:
     """Check that no subclass of a dataclass declares fields without being one itself."""
-    # Such fields are attributes of the class alone: `--FIELD=VALUE` cannot set them, and
-    # `config.json` does not hold them.
+    # `--FIELD=VALUE` cannot set such fields, and `config.json` does not hold them.
     for class_ in type(configuration).__mro__:
         if "__dataclass_fields__" in vars(class_):
             continue
@@ -201,8 +200,7 @@ def is_within_fedpax(name: str) -> bool:
 
 def own_classes(experiment: Any) -> frozenset[type]:
     """Return the dataclasses outside of fedpax that an experiment's configuration may name."""
-    # They are the classes of the experiment and its fields, and the dataclasses that their modules
-    # define or import.
+    # Those of the experiment, its fields, and the modules that define them, imports included.
     used = {type(part) for part in _parts(experiment)}
     names = {class_.__module__ for class_ in used if not is_within_fedpax(class_.__module__)}
     modules = [sys.modules[name] for name in names if name in sys.modules]
@@ -258,13 +256,6 @@ def with_seed(configuration: Configuration, seed: int) -> Configuration:
     """Set every seed of a configuration, whatever group of fields it is in.
 
     A seed is an int, or None, of a field named `seed`, or whose name ends with `_seed`.
-
-    Args:
-        configuration: a frozen dataclass, such as an experiment.
-        seed: the seed.
-
-    Returns:
-        A new configuration.
 
     Example:
         >>> from fedpax.experiments.fedavg_images import fedavg_digits

@@ -43,9 +43,8 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
     | `save` | training waits for a checkpoint |
     | `lost` | the devices computed rounds whose results a kill or a roll back discarded |
 
-    The buckets add up to the wall time of all processes that trained the run, each counted from the
-    construction of its clock, without the time between two processes. Goodput is the fraction of
-    `step`.
+    The buckets add up to the wall time of all processes that trained the run, without the time
+    between two processes. Goodput is the fraction of `step`.
 
     `goodput.json` in the run's folder has the seconds up to now and at each of the newest
     checkpoints. It is written every ten seconds, so a kill leaves at most ten seconds unknown. The
@@ -54,8 +53,7 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
     Args:
         folder: the run's folder.
         after: the round of the checkpoint from which the run resumes; 0 for a new run. If
-            `goodput.json` lacks the seconds at this checkpoint, those of the last line of
-            `metrics.jsonl` up to this round count.
+            `goodput.json` lacks it, the last line of `metrics.jsonl` up to this round counts.
         enabled: False writes no file; with several processes only one writes.
         now: returns the time in seconds.
 

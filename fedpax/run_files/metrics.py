@@ -116,12 +116,7 @@ def describe_damage(
 
 
 def select(lines: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
-    """Return the lines of one kind.
-
-    Example:
-        >>> select([{"kind": "run"}, {"kind": "training", "round": 1}], "training")
-        [{'kind': 'training', 'round': 1}]
-    """
+    """Return the lines of one kind."""
     return [line for line in lines if line["kind"] == kind]
 
 
@@ -135,8 +130,8 @@ def throughput(rounds: Iterable[Mapping[str, Any]]) -> float:
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """A writer that appends to `metrics.jsonl` and to TensorBoard's files; a context manager."""
 
-    # A run that resumes after round r drops the lines of later rounds: but for `TIMINGS`, the file
-    # equals the file of an uninterrupted run.
+    # Resuming after round r drops later lines: but for `TIMINGS`, the file equals that of an
+    # uninterrupted run.
 
     def __init__(
         self,

@@ -18,8 +18,7 @@ class ClientMetrics(NamedTuple):
 
     Attributes:
         names: the clients.
-        num_examples: the number of held-out examples of each client; the sum of their weights, if
-            examples stand for a client's held-out examples by weight.
+        num_examples: the number of held-out examples of each client, or the sum of their weights.
         metrics: each metric by name, float64 `[clients]`; NaN where it is not defined.
         unit: what `num_examples` counts. Default "examples"; for texts "tokens".
 
@@ -138,9 +137,8 @@ def auc_by_client(
     clients: ExampleOwners,
 ) -> Float64[np.ndarray, " clients"]:
     """Compute the area under the ROC curve of each client, exactly, with ties as one half."""
-    # The area is the Mann-Whitney statistic: with the ranks of the scores within a client, and P
-    # positive and N negative examples, (sum of the positive ranks - P (P + 1) / 2) / (P N). A
-    # client without positive or without negative examples has NaN.
+    # The Mann-Whitney statistic: with ranks within a client, and P positive and N negative
+    # examples, (sum of the positive ranks - P (P + 1) / 2) / (P N); NaN if P or N is 0.
     owners, positive = np.asarray(clients.owners), np.asarray(positive, np.float64)
     order = np.lexsort((scores, owners))
     sorted_owners, sorted_scores = owners[order], np.asarray(scores)[order]

@@ -34,10 +34,9 @@ def evaluator(
 ) -> Callable[[Params], dict[str, float]]:
     """Make a function that evaluates a model on a fixed list of batches.
 
-    The batches are split among the participants, and each participant evaluates its batches one
-    after another, so the mesh that trains a model also evaluates it. Every metric is the mean over
-    all batches, weighted by the sum of a batch's `mask`, or by its number of examples if it has no
-    mask.
+    Participants split the batches and evaluate theirs one after another, so the mesh that trains a
+    model also evaluates it. Every metric is the mean over all batches, weighted by the sum of a
+    batch's `mask`, or by its number of examples if it has no mask.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.

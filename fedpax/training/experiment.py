@@ -40,10 +40,8 @@ def with_frozen_argument(
 ) -> FederatedAlgorithm:
     """Make an algorithm whose round takes the frozen values of its loss as an argument.
 
-    Returns:
-        `init(params)` and `round(state, cohort, frozen)`. A `Run` with this algorithm has the
-        frozen values as `Run.frozen`. The inner steps of its `parts`, if the method has some, take
-        them as their last argument.
+    Its `round(state, cohort, frozen)` reads `Run.frozen`. The inner steps of its `parts`, if the
+    method has some, take these values as their last argument.
     """
 
     def round_with_frozen(
@@ -79,9 +77,8 @@ class Shardings(NamedTuple):
             of them that is a prefix of the cohort's structure.
         state: the shardings of the algorithm's state. Default None: derive them from the
             parameters' shardings (`fedpax.training.compiled_round.state_shardings`). A function
-            `derived -> shardings` overrides some of them. It takes a tree with the structure of
-            the state and returns this tree, or a prefix of it, such as
-            `lambda derived: derived._replace(table=NamedSharding(mesh, P("clients")))`.
+            `derived -> shardings` overrides some: it returns the derived tree, or a prefix of it,
+            such as `lambda derived: derived._replace(table=NamedSharding(mesh, P("clients")))`.
     """
 
     params: ShardingTree
@@ -97,9 +94,9 @@ class Run(NamedTuple):
         init: `key -> params`, new parameters; traced under `jit`. (`algorithm.init` makes the
             state from them.)
         cohorts: the training data, one cohort per round.
-        evaluate: `params -> {"loss": ..., ...}`, metrics on held-out data: Python floats, or arrays
-            of one number. A metric can also be a vector with a value for each client, of which
-            quantiles are logged (`fedpax.training.evaluation.evaluate_by_client`).
+        evaluate: `params -> {"loss": ..., ...}`, metrics on held-out data: Python floats, arrays of
+            one number, or vectors with a value for each client, of which quantiles are logged
+            (`fedpax.training.evaluation.evaluate_by_client`).
         mesh: the mesh that is set while the run is traced and executed.
         items_per_round: tokens or examples that all participants together train on per round.
         placement: the placement's name, `"clients"` or `"islands"`. The loop reports the operand
@@ -110,29 +107,27 @@ class Run(NamedTuple):
         item_unit: the unit of `items_per_round`.
         cohort_shapes: a cohort's shapes and dtypes, a tree of `jax.ShapeDtypeStruct`. With them the
             round compiles without data (`fedpax plan`). Default None: unknown without data.
-        flops_per_item: floating-point operations of the model per item, forward and
-            backward, without recomputation. Default None: unknown. The run reports its model FLOPs
-            utilization (MFU) if they are known, and the peak of its chips.
+        flops_per_item: floating-point operations of the model per item, forward and backward,
+            without recomputation. With them and the chips' peak, the run reports its model FLOPs
+            utilization (MFU). Default None: unknown.
         flops_convention: what `flops_per_item` counts, in words, to be printed with the MFU.
-        initial: the initial parameters, if they are read from a folder. A run that resumes does not
+        initial: the initial parameters, if they are read from a folder; a run that resumes does not
             read them again. Default None: make them by `init`.
         frozen: values that the round reads and does not change, such as the model below adapters.
-            The round is then `(state, cohort, frozen)`, see
-            `fedpax.training.experiment.with_frozen_argument`. Default None: there are none.
+            The round is then `(state, cohort, frozen)` (`with_frozen_argument`). Default None:
+            there are none.
         whole_model: `params -> parameters of the whole model`, where `params` are a part of them,
             such as adapters. Default None: `params` are the whole model.
         compiler_options: options of the compiler for the round, by name, such as
             `fedpax.parallel.overlap_options(mesh)`. Default None: the compiler's defaults.
-        evaluate_state: `state -> metrics`, further metrics of the evaluations in training, from the
-            algorithm's state, such as the metrics of the models that clients keep. Default None:
-            none.
+        evaluate_state: `state -> metrics`, further metrics of the evaluations in training, such as
+            metrics of the models that clients keep. Default None: none.
         evaluate_clients: `params -> metrics of each client` on its held-out data, for
             `fedpax evaluate --by_client`. Default None: the held-out data have no clients.
-        evaluate_own_models: `state -> metrics of each client`, the metrics of the clients' own
-            models, from the algorithm's state. Default None: clients have no own models.
+        evaluate_own_models: `state -> metrics of each client` of the clients' own models. Default
+            None: clients have no own models.
         notes: lines on the data that are printed when the run starts.
-        cautions: the notes that an evaluation prints too, such as the number of missing
-            values that are filled.
+        cautions: the notes that an evaluation prints too, such as the number of filled values.
     """
 
     algorithm: FederatedAlgorithm
@@ -202,9 +197,8 @@ class Experiment(abc.ABC):
     """A configuration that can be built into a run; the base class of every experiment.
 
     A subclass is a frozen dataclass. Its fields are numbers, strings, booleans, `None`, tuples and
-    other frozen dataclasses of these, so that the command line can override them and `config.json`
-    can store them. A function without arguments that returns an experiment gives it its name. A
-    variant is a `dataclasses.replace` of another experiment.
+    frozen dataclasses of these, so that the command line can override them and `config.json` can
+    store them. A function without arguments that returns an experiment gives it its name.
 
     Attributes:
         training: the settings of the training loop.
@@ -228,9 +222,6 @@ class Experiment(abc.ABC):
             default: the experiment before the command line changed it.
             parse: parses the command line again, with another experiment as the default.
             job_log_dir: the run's folder, which may be missing. None: the command has none.
-
-        Returns:
-            The experiment to run.
         """
         del default, parse, job_log_dir
         return self
@@ -238,7 +229,7 @@ class Experiment(abc.ABC):
     def sharded_sizes(self) -> Sequence[ShardedSize]:
         """Return the sizes that axes of the mesh divide, from which `make_mesh` chooses the mesh.
 
-        By default there are none: `make_mesh` makes the mesh as it is stated.
+        Default: none; the mesh is made as it is stated.
         """
         return ()
 
@@ -259,7 +250,7 @@ class Experiment(abc.ABC):
         `config.json`.
 
         Args:
-            folder: the folder, which does not exist.
+            folder: the new folder.
             params: the server's model, JAX arrays of this process or NumPy arrays.
             exp: the experiment's name on the command line.
         """
@@ -270,8 +261,7 @@ class Experiment(abc.ABC):
     def write_inputs(self, folder: Path) -> None:
         """Write what turns raw data into the model's inputs, beside a model. By default nothing.
 
-        Args:
-            folder: the folder of the run, or of an exported model.
+        `folder` is the folder of the run, or of an exported model.
         """
         del folder
 
@@ -279,9 +269,6 @@ class Experiment(abc.ABC):
         """Read what `write_inputs` wrote in the run's folder, if it did, before `build`.
 
         A model keeps the inputs that it was trained with, also on other data.
-
-        Args:
-            folder: the folder of the run.
         """
         del folder
 

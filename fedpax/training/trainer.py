@@ -85,10 +85,9 @@ def train(
     `goodput.json` has the use of the wall time, `exports/` the exported models, and `profile/` the
     profiles that were asked for.
 
-    Throughput is measured from the end of one round to the end of the next. It includes the round
-    and the wait for its cohort, but not compilation, evaluation and saving.
-    `input_wait_fraction` is an upper bound on the fraction of this time in which the devices were
-    idle because the next cohort was not ready.
+    Throughput includes each round and the wait for its cohort, but not compilation, evaluation and
+    saving. `input_wait_fraction` is an upper bound on the fraction of this time in which the
+    devices were idle because the next cohort was not ready.
 
     Args:
         experiment: the experiment.
@@ -100,9 +99,8 @@ def train(
             only `training.rounds` may grow, once the run is finished.
         participant_states: how to make the states that participants keep between rounds, such as
             islands' inner optimizers, when the run resumes with another number of participants:
-            "average" keeps their mean, "copy" gives participant i the state of saved participant
-            i mod n (`fedpax.checkpoints.resize_weights`). The model and the state of the outer
-            optimizer always come from the checkpoint.
+            "average" or "copy" (`fedpax.checkpoints.resize_weights`). The model and the state of
+            the outer optimizer always come from the checkpoint.
         membership: the part of this process in an elastic job (`fedpax train --elastic`). Default
             None: there is no such job.
 

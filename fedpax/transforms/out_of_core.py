@@ -32,12 +32,12 @@ def out_of_core(
 ) -> Callable[Arguments, Result]:
     """Run a program whose placed arguments do not fit the devices' memory.
 
-    The result equals the result of the whole program. Sums are accumulated chunk by chunk.
+    Results are equal; sums are accumulated chunk by chunk.
 
     - Placed arguments stay on the host, as NumPy arrays or as any object that can be sliced like
       one, for example a memory-mapped file.
-    - While one chunk of participants is computed, the next is copied to the devices. At most two
-      chunks are on the devices at a time.
+    - The next chunk of participants is copied while one is computed: at most two are on the
+      devices at a time.
     - Results of shape `[n, ...]` are returned as NumPy arrays.
     - A value that the server computes from all participants at once, for example a sort along the
       placement's axis, is on the devices as a whole. `fedpax.explain` lists these values.
@@ -46,11 +46,10 @@ def out_of_core(
 
     Args:
         program: a function decorated with `fedpax.program` that has maps of one placement at its
-            top level; or a function that calls one or more of these, for example a gradient. Bind
-            static arguments first, for example with `functools.partial`.
-        chunk_size: number of participants on the devices at a time, all devices together. The last
-            chunk holds the remainder. It is independent of the `chunk_size` of `fedpax.program`,
-            which is the number of participants that one device runs at a time.
+            top level; or a function that calls such programs, for example a gradient. Bind static
+            arguments first, for example with `functools.partial`.
+        chunk_size: number of participants on all devices together at a time. It is independent of
+            the `chunk_size` of `fedpax.program`, the number that one device runs at a time.
 
     Returns:
         A function with the arguments and results of `program`. It cannot be transformed by

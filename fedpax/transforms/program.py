@@ -81,9 +81,6 @@ class Program(Protocol[Arguments, Result]):
             **options: keywords of `fedpax.program`; the other settings keep their values. A keyword
                 that names a placement sets its size. Any other name adds a placement.
 
-        Returns:
-            A new program; this one does not change.
-
         Example:
             >>> import jax.numpy as jnp
             >>> import fedpax
@@ -108,27 +105,23 @@ def program(
     """Declare the participants of a function that calls `federated_*` functions.
 
     The decorated function takes and returns pytrees of arrays. It can be jitted, differentiated,
-    batched, and called in other programs. If a mesh axis has the name of a placement, that axis
-    shards the participants. If none has, each device computes all participants: `fedpax.explain`
-    states the axis of each placement, and a similar name, such as `client`, gives a UserWarning.
+    batched, and called in other programs. A mesh axis with the name of a placement shards the
+    participants. Without one, each device computes all participants: `fedpax.explain` states the
+    axis of each placement, and a similar name, such as `client`, gives a UserWarning.
 
     Args:
         unparenthesized: not an option; it detects `@fedpax.program` without parentheses.
-        placements: number of participants by placement name, for example `{"clients": n}`, in
-            addition to the keywords. Default None: only the keywords.
+        placements: number of participants by placement name, in addition to the keywords.
         chunk_size: number of participants that a device runs at once, for all maps of the program
-            that do not set their own: a positive int, "auto" (chosen from the device and the memory
-            of one participant, see `federated_map`), or None. Default None: all of them.
+            that do not set their own: a positive int, "auto" (see `federated_map`), or None: all.
         static_argnums: positions of arguments that are Python values and not arrays, as in
             `jax.jit`. Default None: inferred from `static_argnames`.
-        static_argnames: names of such arguments, as in `jax.jit`. Default None: inferred from
-            `static_argnums`.
+        static_argnames: names of such arguments. Default None: inferred from `static_argnums`.
         **sizes: number of participants by placement name, for example `clients=1000`.
 
     Returns:
-        A decorator that returns a `Program`. Its method `with_options` returns the same program
-        with other settings. Wrap the program in `jax.jit` where its speed matters: without it,
-        every call traces the function again, because values that the function closes over can
+        A decorator that returns a `Program`. Wrap it in `jax.jit` where its speed matters: without
+        it, every call traces the function again, because values that the function closes over can
         change. The compiled code is cached in both cases.
 
     Raises:

@@ -1,8 +1,4 @@
-"""Stages: a program as functions of the server and of one participant, with typed messages.
-
-A stage is the function of one participant in a loop of the plan (`fedpax.transforms.phases`). An
-engine carries its messages: a process, a batch job, or devices on a network.
-"""
+"""Stages: a program as functions of the server and of one participant, with typed messages."""
 
 from __future__ import annotations
 
@@ -56,10 +52,10 @@ class Stages:
 
     Attributes:
         name: name of the program.
-        placement: the name of the participants, and their number.
-        least_masked: the fewest participants of a sum that the server may see, in a program whose
-            terms must be masked (`secure_mean`, `private_secure_mean`). None: terms need no masks.
-        server_noise: the noise that the server draws at each run, as `private_mean` needs it.
+        placement: the participants' name and number.
+        least_masked: the fewest participants of a sum that the server may see, if terms must be
+            masked (`secure_mean`, `private_secure_mean`). None: terms need no masks.
+        server_noise: the noise that the server draws at each run, as for `private_mean`.
         noisy_request: the first stage whose request depends on this noise. None: no stage.
     """
 
@@ -117,10 +113,7 @@ class Stages:
 
     @property
     def replaced(self) -> dict[int, int]:
-        """The leaves of the results that are arguments of the next round.
-
-        The position of the result -> the position of the argument.
-        """
+        """Positions of results that become arguments of the next round -> the arguments'."""
         return {i: k for i, k in enumerate(self._io.replaced) if k is not None}
 
     @property
@@ -151,14 +144,13 @@ class Stages:
             - index: the participant's index, an int32.
             - shared: the arrays of the request.
             - rows: the participant's row of each array of rows of the request.
-            - own: the participant's values by name: its data and state, and what earlier stages of
-              the round returned as kept; known values; and noise, drawn for this call
-              (`draw_noise`). Other names are ignored.
-            - terms: arrays to merge with the terms of other participants by `merge`.
+            - own: the participant's values by name: data, state, values kept by earlier stages of
+              the round, known values, and noise for this call (`draw_noise`). Other names are
+              ignored.
+            - terms: arrays for `merge` with the terms of other participants.
             - shown: arrays that the server reads as they are.
-            - kept: arrays by name. A later stage of the round reads names that are no own values.
-              The last stage returns new states under the names of the own values; they replace
-              these after the round.
+            - kept: arrays by name, for later stages. The last stage returns new states under the
+              names of the own values that they replace after the round.
         """
         return self._clients[stage]
 
@@ -173,8 +165,7 @@ class Stages:
     def draw_noise(self, stage: int) -> dict[str, Any]:
         """Draw the noise of one participant for a call of its function, by name.
 
-        It comes from the operating system's randomness. A participant draws its noise by itself,
-        and the noise leaves it only within sums.
+        It comes from the operating system's randomness, and leaves the participant only in sums.
         """
         return draw_noise(v._asdict() for v in self[stage].noise)
 
@@ -191,10 +182,7 @@ class Stages:
         return self._coded[stage]
 
     def seen(self, stage: int) -> dict[str, int]:
-        """Return what participants keep for a later stage and the server reads too.
-
-        The name -> its place among the values that the stage shows.
-        """
+        """Return the places, among shown values, of the values kept for a later stage, by name."""
         each = self._stages[stage]
         return {name: each.shown.index(v) for name, v in each.kept.items() if v in each.shown}
 
@@ -206,8 +194,8 @@ class Stages:
         """Run the server's part of the program.
 
         Args:
-            *args: the arguments of the program. Values that participants own or know are not
-                read: types (`jax.ShapeDtypeStruct`) will do for them.
+            *args: the arguments of the program. Types (`jax.ShapeDtypeStruct`) will do for values
+                that participants own or know.
 
         Yields:
             A `Request` for each stage.
@@ -216,8 +204,7 @@ class Stages:
             A `Reply`.
 
         Returns:
-            The result of the program, as the value of `StopIteration`. A result that participants
-            keep is its type.
+            The result, as the value of `StopIteration`. A result that participants keep is a type.
 
         Raises:
             RuntimeError: an argument of the server was donated to an earlier call.
@@ -273,28 +260,20 @@ class Stages:
     def own(self, *args: Any) -> dict[str, jax.Array]:
         """Return the values that participants own, `[n, ...]`, by name.
 
-        Args:
-            *args: the arguments of the program, all of them arrays.
+        All arguments of the program must be arrays.
         """
         leaves = self._io.leaves(args, range(len(self._io.names)))
         return dict(zip(self._division.own, self._read(*leaves), strict=False))
 
     def known(self, *args: Any) -> dict[str, Any]:
-        """Return the values that each participant has a copy of, by name.
-
-        Args:
-            *args: the arguments of the program, of which these are arrays.
-        """
+        """Return the values that each participant has a copy of, by name."""
         leaves = self._io.leaves(args, self._known.values())
         return {name: leaves[i] for name, i in self._known.items()}
 
     def with_kept(self, result: Any, args: Sequence[Any], own: Mapping[str, Any]) -> Any:
         """Return the result of a program with the values that its participants keep.
 
-        Args:
-            result: the result of `run`.
-            args: the arguments of the program, all of them arrays.
-            own: the own values `[n, ...]` after the round, by name.
+        `result` is the result of `run`, and `own` has the own values `[n, ...]` after the round.
         """
         leaves = self._io.leaves(args, range(len(self._io.names)))
         written = self._write(*leaves, *(own[name] for name in self._division.kept))
@@ -323,18 +302,17 @@ def stages(
     - shared: values of the server, the same for all.
     - rows: its row of a value that the server has for all participants, such as a random key.
     - own: arguments that only participants read, row by row: data, and states between rounds, also
-      those in a client store. They stay at the participant.
+      in a client store. They stay at the participant.
     - known: arguments of which each participant has the same copy, such as the frozen model below
-      adapters. No message carries them; a participant reads them beside its own values.
-    - noise: random numbers that it draws at each call, for `private_secure_mean`. Neither the
-      server nor another participant knows them. The noise of `private_mean` is the server's.
-    - kept: its new state, a result that takes the place of an own argument. A result takes the
-      place of an argument if they are at the same position of the results and of the arguments
-      (`(state, cohort) -> (state, metrics)`), and of the same structure and types.
+      adapters. No message carries them.
+    - noise: random numbers that it alone knows, drawn at each call for `private_secure_mean`. The
+      noise of `private_mean` is the server's.
+    - kept: its new state, a result that replaces an own argument: the one at the same position
+      (`(state, cohort) -> (state, metrics)`), of the same structure and types.
 
     A participant that does not answer is absent: sums, means, maxima and minima are over those that
-    answer, a mean is divided by the sum of their weights (their number, if it has none), and
-    rows that the server reads have zeros in its place.
+    answer, a mean is divided by the sum of their weights, or by their number, and rows that the
+    server reads have zeros in its place.
 
     Args:
         program: a function decorated with `fedpax.program`, or a function that calls one, for
@@ -344,9 +322,6 @@ def stages(
             `Stages.explain` prints them, such as `"cohort.batches"`. Default None: all arguments
             with the participants' axis, except those that only the server reads.
         known: names of the arguments, or of pytrees of them, of which each participant has a copy.
-
-    Returns:
-        The stages.
 
     Raises:
         ValueError: the program cannot be divided: it has no map, or maps of several placements, or

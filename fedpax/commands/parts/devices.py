@@ -24,8 +24,8 @@ from fedpax.training.experiment import Experiment
 
 def skip_absent_tpus() -> None:
     """Let JAX use the CPU at once where libtpu is installed and there is neither TPU nor GPU."""
-    # libtpu serves plans there. The search for its TPUs takes a second and prints warnings and
-    # errors. `JAX_PLATFORMS` or `JAX_FORCE_TPU_INIT` in the environment ask for that search.
+    # libtpu serves plans there. The search for its TPUs takes a second and prints errors, unless
+    # `JAX_PLATFORMS` or `JAX_FORCE_TPU_INIT` in the environment ask for it.
     asked = jax.config.values["jax_platforms"] or "JAX_FORCE_TPU_INIT" in os.environ
     if asked or importlib.util.find_spec("libtpu") is None:
         return
@@ -128,10 +128,9 @@ def num_cores() -> int:
 def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list[str] | None:
     """Return the arguments with which an experiment fits some of its processes; None without.
 
-    The outer axis, the first of islands, clients, data and fsdp with more than one device, gets as
-    many devices as its share of processes. With the axis `islands` the number of islands changes
-    too. A mesh that takes all devices needs no change: one with an axis of -1, or with sizes that
-    follow from the experiment (`Experiment.sharded_sizes`).
+    The outer axis, the first of islands, clients, data and fsdp with more than one device, gets its
+    share of devices, and the axis `islands` of islands. A mesh that takes all devices needs no
+    change: one with an axis of -1, or with sizes that follow from the experiment.
 
     Example:
         >>> from fedpax.experiments.diloco_text import diloco_text
@@ -204,7 +203,7 @@ def _outer_axis(sizes: Mapping[str, int]) -> str | None:
 
 def _islands_are_processes(experiment: Experiment) -> bool:
     """Return whether the number of islands follows from the number of processes."""
-    # This is so if the outer axis is `islands`, and its size is the experiment's field `islands`.
+    # The outer axis is `islands`, and its size is the experiment's field `islands`.
     sizes = _sizes(experiment)
     same = getattr(experiment, "islands", None) == sizes["islands"]
     return _outer_axis(sizes) == "islands" and same
@@ -216,9 +215,7 @@ def _islands_are_processes(experiment: Experiment) -> bool:
 def enable_compilation_cache() -> None:
     """Keep compiled programs in `$XDG_CACHE_HOME/fedpax/jax`, or `~/.cache/fedpax/jax`."""
     # JAX's own settings come first: `JAX_ENABLE_COMPILATION_CACHE=0` switches the cache off, and
-    # `JAX_COMPILATION_CACHE_DIR` names another folder. Without a home folder, and if the folder
-    # cannot be created, there is no cache. The key of a program includes its text, the devices, the
-    # flags of the compiler and the versions of JAX and XLA.
+    # `JAX_COMPILATION_CACHE_DIR` names another folder. Without a folder there is no cache.
     settings = jax.config.values
     if not settings["jax_enable_compilation_cache"] or settings["jax_compilation_cache_dir"]:
         return

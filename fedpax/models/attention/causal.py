@@ -96,8 +96,8 @@ def causal_attention(
 
 def platform() -> str:
     """Return the platform that the program is compiled for: "cpu", "gpu" or "tpu"."""
-    # It is the platform of the mesh in context, also for a plan without the hardware. Without a
-    # mesh, it is the platform of JAX's default device.
+    # It is the platform of the mesh in context, also for a plan without the hardware, or else of
+    # JAX's default device.
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         return jax.default_backend()  # "gpu" for all GPUs; a mesh may say "cuda" or "rocm"

@@ -1,18 +1,14 @@
 """Data: sources by name or from files, populations, endless streams of cohorts, and text.
 
-- Sources: `load(name, split)` opens any TFDS data set, two embedded ones and the standard federated
-  ones, and `load(files, client=...)` opens a user's files, which `prepare` sorts once if they
-  exceed the memory. A source is a sequence of dicts; a list of dicts can be used in its place.
+- Sources: `load(name, split)` opens a data set, and `load(files, client=...)` a user's files, which
+  `prepare` sorts once if they exceed the memory. A source is a sequence of dicts, such as a list.
 - Populations: the `partition_...` functions divide a source's examples among participants,
   `concatenate_clients` takes a list of clients' arrays, `DirichletClients`, `logistic_clients`
-  and `leaf_clients` generate clients, and `ClientSampler` samples the clients of each round: a
-  fixed number of them, or each with a probability.
-- Rounds: `cohort_rounds`, `example_rounds` (labeled images) and `token_rounds` (text) are endless
-  streams that yield one `fedpax.Cohort` per round. A stream's position can be saved and restored,
-  so that a resumed run sees the batches of an uninterrupted one. `FunctionRounds` makes a stream
-  from a function of the round's number. `unreliable_rounds` adds clients
-  that drop out and rounds with a deadline. `token_rounds` reads one source or a `Mixture` of
-  several, and with `addressable_rows` only the rows of a process.
+  and `leaf_clients` generate clients, and `ClientSampler` samples the clients of each round.
+- Rounds: `cohort_rounds`, `example_rounds` (labeled images) and `token_rounds` (text, also from a
+  `Mixture`) are endless streams that yield one `fedpax.Cohort` per round, and that resume at a
+  saved position. `FunctionRounds` makes a stream from a function of the round's number.
+  `unreliable_rounds` adds clients that drop out and rounds with a deadline.
 - Evaluation: `read_examples` and `example_batches` (labeled images) and `heldout_token_batches`
   (text) return finite data.
 - Text: `load_tokenizer` and `train_tokenizer`; `pack` makes rows of equal length from documents.

@@ -41,12 +41,11 @@ def load(
 ) -> Source:
     r"""Open a split of a data set, or files as clients.
 
-    Files are parsed by pyarrow and sorted by client; a client's examples keep their order. Nothing
-    in a file is executed. Needs the extra `files`: `pip install "fedpax[files]"`.
+    Files are sorted by client; a client's examples keep their order. Nothing in a file is executed.
+    Needs the extra `files`: `pip install "fedpax[files]"`.
 
-    A data set of TFDS is prepared first if necessary, in a temporary folder that is renamed at the
-    end, so the remains of an interrupted preparation are never read. If several processes need the
-    same data set, one prepares it and the others wait. TensorFlow is not imported.
+    A data set of TFDS is prepared first if necessary, by one process while others wait. An
+    interrupted preparation leaves nothing that is read. TensorFlow is not imported.
 
     Args:
         name: one of
@@ -59,15 +58,13 @@ def load(
             - a folder that `prepare` wrote;
             - files, as a path, a pattern, a URL in a bucket, or a list of these: CSV and TSV (.gz,
               .zst and .bz2 too), Parquet, JSON lines, Arrow and Feather, LEAF's JSON, .npz, HDF5
-              (a group is a client, as in TensorFlow Federated), images, TFRecords, WebDataset's
-              tar, and folders of Hugging
-              Face's `save_to_disk` or downloaded from its hub. `{client}`, `{label}` and `{split}`
-              stand for a part of a path: `"photos/{client}/{label}/*.jpg"`;
+              (a group is a client), images, TFRecords, WebDataset's tar, and folders of Hugging
+              Face's `save_to_disk` or hub. `{client}`, `{label}` and `{split}` stand for a part of
+              a path: `"photos/{client}/{label}/*.jpg"`;
             - a table in memory: pandas, Polars, pyarrow, a `Dataset` of Hugging Face, or a dict of
               arrays `[examples, ...]`;
-            - the path of array_record files, with patterns and with `{split}`:
-              `"corpus/{split}-*.array_record"`. A record is a text in UTF-8 (the field `"text"`)
-              or a `tf.train.Example`.
+            - array_record files: `"corpus/{split}-*.array_record"`. A record is a text in UTF-8
+              (the field `"text"`) or a `tf.train.Example`.
 
             A folder or file that exists as it is written is itself.
         split: a split's name. In a data set of TFDS also a part of a split, such as
@@ -78,13 +75,13 @@ def load(
             `"client"`; else one file has no clients.
         label: the column of files with the label.
         partition: clients for files that have none: `"iid:100"`, `"dirichlet:0.3:100"`,
-            `"shards:2:100"` or `"quantity:0.5:100"`, with the parameter of the `partition_...`
-            function and the number of clients.
+            `"shards:2:100"` or `"quantity:0.5:100"`: the `partition_...` function, its parameter
+            and the number of clients.
         columns: the columns of files to read. Default: all.
         optional_columns: columns that some of the files lack; their values are missing there.
             Default (): all files have the same columns.
-        types: types of Arrow for columns of files, such as `{"zip": "string"}`, where the type that
-            pyarrow finds is not the intended one.
+        types: types of Arrow for columns of files, such as `{"zip": "string"}`. Default: the types
+            that pyarrow finds.
         delimiter: the character between columns of CSV. Default None: a comma, in TSV a tab.
         decimal_point: `","` for numbers such as 1,5 in CSV. Default None: a point.
         image_size: the height and width to which image files and columns of image bytes are
@@ -95,8 +92,8 @@ def load(
         heldout_by: what is hashed: `"example"`, all its columns; `"client"`, to hold out whole
             clients; or a column, such as `"text"`, whose equal values are on one side.
         data_dir: the folder of prepared data sets. Default None: the environment variable
-            `TFDS_DATA_DIR`, or `~/tensorflow_datasets` if it is not set. Without a folder here, a
-            whole split of an embedded data set is made in memory, and nothing is written.
+            `TFDS_DATA_DIR`, or `~/tensorflow_datasets`; a whole split of an embedded data set is
+            then made in memory, and nothing is written.
 
     Returns:
         The split's examples. For files a `fedpax.user_files.table_source.TableSource`.
@@ -111,12 +108,6 @@ def load(
         OSError: the prepared files cannot be read.
 
     Example:
-        >>> source = load("stdlib_text", "heldout")
-        >>> sorted(source[0])
-        ['client', 'path', 'text']
-
-        Two hospitals with a file each:
-
         >>> import tempfile
         >>> from pathlib import Path
         >>> folder = Path(tempfile.mkdtemp())
@@ -182,9 +173,8 @@ def prepare(
 ) -> "Prepared":
     r"""Sort files by client into a folder that `fedpax.data.load` opens without reading it.
 
-    The examples equal what `load(files, client=...)` has, in the same order. Files are read in
-    parts, and DuckDB sorts them on the disk where they exceed the memory. The folder appears at the
-    end, by one rename: after an interruption, prepare again.
+    The examples and their order are the same as of `load(files, client=...)`. Files may exceed the
+    memory. The folder appears at the end: after an interruption, prepare again.
 
     Args:
         files: as for `load`.

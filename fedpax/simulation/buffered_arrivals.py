@@ -59,18 +59,14 @@ def buffered_arrivals(
 ) -> BufferedArrivals:
     """Order the arrivals of clients that train asynchronously.
 
-    The server keeps `concurrency` clients busy. A client receives the current model, takes its
-    steps, and sends its update. The server adds it to a buffer, and after `buffer_size` of them it
-    updates its model. For each client that arrives or fails, another client begins: drawn uniformly
-    from those that are up and not busy. If there is none, the place stays free until a client
-    returns. A client that fails before its update has arrived loses it.
+    The server keeps `concurrency` clients busy, and updates its model after `buffer_size` arrivals.
+    For each client that arrives or fails, another client begins: drawn uniformly from those that
+    are up and not busy. If there is none, the place stays free until a client returns. A client
+    that fails before its update has arrived loses it.
 
     Clients that arrive in the same instant are added to the buffer together, before others begin.
-    With equal speeds and `concurrency == buffer_size`, this is therefore a synchronous method that
-    draws its cohorts without replacement.
-
-    The order is computed event by event on the host, in time that grows with the events, and little
-    with the population. It depends on the arguments alone.
+    With equal speeds and `concurrency == buffer_size`, this is a synchronous method that draws its
+    cohorts without replacement.
 
     Args:
         trace: speeds and failures of the population.
@@ -80,9 +76,6 @@ def buffered_arrivals(
         num_steps: number of local steps, of all clients or int `[participants]`.
         max_staleness: the server discards updates above it. Default None: it uses all.
         seed: the seed of the clients drawn.
-
-    Returns:
-        The arrivals.
 
     Raises:
         ValueError: a number is out of range, or all clients fail for good before the last round.

@@ -107,17 +107,8 @@ class Goodput(NamedTuple):
 def draw_failures(cluster: Cluster, horizon: float, seed: int) -> Failures:
     """Draw the failures of every chip of a cluster.
 
-    Lifetimes of chips are exponential, so that all chips together fail as a Poisson process in
-    which each failure hits each chip with equal probability. A failure in a slice that is out for
-    repair does not count. The simulation begins with all slices up.
-
-    Args:
-        cluster: the cluster.
-        horizon: seconds to simulate.
-        seed: the random seed.
-
-    Returns:
-        The failures.
+    Lifetimes of chips are exponential. A failure in a slice that is out for repair does not count.
+    The simulation begins with all slices up and lasts `horizon` seconds.
 
     Example:
         >>> failures = draw_failures(Cluster(1_200_000), horizon=86_400.0, seed=0)
@@ -145,17 +136,9 @@ def draw_failures(cluster: Cluster, horizon: float, seed: int) -> Failures:
 def decoupled_goodput(cluster: Cluster, failures: Failures, num_learners: int) -> Goodput:
     """Simulate learners that train independently: Decoupled DiLoCo.
 
-    Each learner has an equal part of the slices. When one of its chips fails, this learner pauses
-    for `reshard_seconds` and continues with its remaining slices; all other learners continue
-    meanwhile. One learner is elastic data parallelism.
-
-    Args:
-        cluster: the cluster.
-        failures: its failures.
-        num_learners: M, number of learners. 1: elastic data parallelism.
-
-    Returns:
-        The goodput.
+    Each learner has an equal part of the slices. When one of its chips fails, this learner alone
+    pauses for `reshard_seconds` and continues with its remaining slices. One learner is elastic
+    data parallelism.
 
     Raises:
         ValueError: `num_learners` is below 1 or above the number of slices.
@@ -197,14 +180,8 @@ def decoupled_goodput(cluster: Cluster, failures: Failures, num_learners: int) -
 def restart_goodput(cluster: Cluster, failures: Failures) -> Goodput:
     """Simulate data parallelism of a fixed size that restarts from a checkpoint at each failure.
 
-    A failed slice is replaced by a spare one. A failure among the spares goes unnoticed.
-
-    Args:
-        cluster: the cluster.
-        failures: its failures.
-
-    Returns:
-        The goodput; spare slices count as chip time that does not train.
+    A failed slice is replaced by a spare one. A failure among the spares goes unnoticed. Spare
+    slices count as chip time that does not train.
 
     Example:
         >>> cluster = Cluster(1_200_000)

@@ -78,12 +78,9 @@ def island_arrivals(
 ) -> IslandArrivals:
     """Order the arrivals of islands that train at their own pace.
 
-    An island receives the model, takes its steps, and sends its update. The server applies it at
-    once, and the island continues from the new model. Updates that arrive at the same time
-    are applied together. With `grace_seconds` the server waits that long after an arrival for
-    others, but no longer than until all islands have arrived.
-
-    An island that fails loses the steps since its last arrival. When it returns, it takes the
+    The server applies an island's update when it arrives, and the island continues from the new
+    model. Updates that arrive at the same time, or within `grace_seconds` of the first, are applied
+    together. An island that fails loses the steps since its last arrival, and returns with the
     model of that time.
 
     A round is a stretch of arrivals in which no island arrives twice. All arrivals of a round
@@ -92,12 +89,8 @@ def island_arrivals(
     Args:
         trace: speeds and failures of the islands.
         num_rounds: number of rounds.
-        num_steps: H, number of local steps between arrivals, for all islands or int `[islands]`, as
-            `dynamic_local_steps` gives it. At least 1.
-        grace_seconds: how long an update waits for others. Default 0.0.
-
-    Returns:
-        The arrivals.
+        num_steps: H, local steps between arrivals, at least 1, for all islands or int `[islands]`.
+        grace_seconds: how long an update waits for others.
 
     Raises:
         ValueError: a number is out of range, or all islands fail for good before the last round.
@@ -214,18 +207,14 @@ def fragment_syncs(
     """Simulate a syncer that merges the fragments of a model, one after another.
 
     The syncer merges a fragment when `quorum` islands have taken `steps_per_sync` steps since the
-    previous merge and have sent it. It then waits for the other islands, at most `grace_seconds`.
-    All islands that are up take part with the steps that have reached the syncer, slow islands with
-    fewer; an island that has sent none since it last took part has weight 0. Transfers run beside
-    the steps: only sending delays the syncer.
+    previous merge and have sent it. It then waits at most `grace_seconds` for the other islands,
+    which continue, up to `max_steps_per_sync` steps between two merges. All islands that are up
+    take part with the steps that have reached the syncer; without a new one, an island has weight
+    0. Transfers run beside the steps: only sending delays the syncer.
 
-    An island continues its steps while the syncer waits, up to `max_steps_per_sync` between two
-    merges; then it waits. With `max_steps_per_sync == steps_per_sync` and a quorum of all islands,
-    all take the same steps at any speeds: without failures this is `streaming_diloco`.
-
-    An island that fails loses its steps since the previous merge. When it returns, it receives the
-    whole outer model and continues from there. An island that fails while the syncer waits is not
-    part of the merge.
+    With `max_steps_per_sync == steps_per_sync` and a quorum of all islands, all take the same
+    steps: without failures this is `streaming_diloco`. An island that fails loses its steps since
+    the previous merge, and returns with the whole outer model.
 
     Args:
         trace: speeds and failures of the islands.
@@ -233,13 +222,10 @@ def fragment_syncs(
         num_fragments: P. Default 1: the whole model.
         steps_per_sync: steps between two merges, H / P.
         quorum: K, number of islands that the syncer waits for, 1 to the number of islands.
-        grace_seconds: how long it waits for more of them. Default 0.0.
+        grace_seconds: how long it waits for more of them.
         max_steps_per_sync: the most steps of an island between two merges. A round's batches need
             `num_fragments * max_steps_per_sync` steps. Default None: `steps_per_sync`.
-        tokens_per_step: tokens of a step, of all islands or `[islands]`. Default 1.0.
-
-    Returns:
-        The synchronizations.
+        tokens_per_step: tokens of a step, of all islands or `[islands]`.
 
     Raises:
         ValueError: a number is out of range, or fewer than `quorum` islands remain for good.

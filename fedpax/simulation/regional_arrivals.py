@@ -72,33 +72,26 @@ def regional_arrivals(
 ) -> RegionalArrivals:
     """Order the events of islands that train at their own pace, in regions with a server each.
 
-    An island receives its region's model, takes its steps, and sends its update. The region's
-    server applies it at once, and the island continues from the new model. When a region has
-    applied `updates_per_exchange` updates since it last merged, it sends its own update to the
-    global server. That takes `seconds_to_global`; the global model comes back after
-    `seconds_from_global` and is merged. Meanwhile, islands train and arrive.
+    A region's server applies an island's update when it arrives, and the island continues from the
+    new model. When a region has applied `updates_per_exchange` updates since it last merged, it
+    sends its own update to the global server, and merges the global model when that has come back.
+    Meanwhile, islands train and arrive.
 
     At the same instant, arrivals come first, then sends, then the global server, then merges.
     Updates that arrive at a server together are applied together, and islands that have arrived
-    receive the model after a merge.
-
-    An island that fails loses the steps since its last arrival. When it returns, it takes the
-    region's model of that time. Servers and their networks do not fail.
+    receive the model after a merge. An island that fails loses the steps since its last arrival,
+    and returns with the region's model of that time. Servers and their networks do not fail.
 
     Args:
         trace: speeds and failures of the islands. Its transfers are those within a region.
         regions: the region of each island, numbers from 0.
         num_rounds: number of rounds.
-        num_steps: H, number of local steps between arrivals, for all islands or int `[islands]`, as
-            `dynamic_local_steps` gives it. At least 1.
+        num_steps: H, local steps between arrivals, at least 1, for all islands or int `[islands]`.
         updates_per_exchange: K, the islands' updates between two exchanges of a region, at least 1.
             The paper's experiments have 32 for 4 islands per region.
         seconds_to_global: seconds of a region's update to the global server, of all regions or
-            `[regions]`. Default 0.0.
-        seconds_from_global: seconds of the global model to a region. Default 0.0.
-
-    Returns:
-        The events.
+            `[regions]`.
+        seconds_from_global: likewise, of the global model to a region.
 
     Raises:
         ValueError: a number or a shape is wrong, or all islands fail for good before the last

@@ -21,9 +21,8 @@ from fedpax.simulation.distributions import Distribution, constant
 class Trace:
     """Speeds of the participants of a population, and the times at which each is down.
 
-    A trace has no randomness left: what is computed from it is the same every time. Make one with
-    `draw_trace` or `load_trace`, or from arrays. A participant that arrives late is down until it
-    arrives. One that leaves for good is down until infinity.
+    Made by `draw_trace` or `load_trace`, or from arrays. A participant that arrives late is down
+    until it arrives. One that leaves for good is down until infinity.
 
     Attributes:
         seconds_per_step: float64 `[participants]`, above 0: seconds of one local step.
@@ -119,10 +118,9 @@ def draw_trace(
 ) -> Trace:
     """Draw a trace from distributions.
 
-    Each participant has a speed and two transfer times of its own, drawn once. It arrives once, and
-    then alternates: up for a draw of `time_to_failure`, down for a draw of `time_to_return`. Each
-    argument has random numbers of its own, so that a change of one argument leaves the rest as they
-    were.
+    A participant's speed and transfer times are drawn once. It arrives once, and then alternates:
+    up for a draw of `time_to_failure`, down for a draw of `time_to_return`. A change of one
+    argument does not change the draws of another.
 
     Args:
         num_participants: size of the population.
@@ -136,11 +134,7 @@ def draw_trace(
             a participant that fails does not return.
         arrival: distribution of the second in which a participant arrives. Default None: all
             participants are there at second 0.
-        horizon: the second up to which failures are drawn; there are none later. Required with
-            `time_to_failure`.
-
-    Returns:
-        The trace.
+        horizon: the second up to which failures are drawn. Required with `time_to_failure`.
 
     Raises:
         ValueError: `num_participants` below 1; `time_to_failure` without a `horizon` above 0;
@@ -273,14 +267,11 @@ def save_trace(trace: Trace, path: str | Path) -> None:
 
 
 def load_trace(path: str | Path) -> Trace:
-    r"""Read a trace that `save_trace` wrote, or that has the same format.
+    r"""Read a trace in the format of `save_trace`.
 
     Args:
         path: a file ending in `.npz` or `.jsonl`. Of a line of `.jsonl`, `seconds_per_step` alone
             is required.
-
-    Returns:
-        The trace.
 
     Raises:
         ValueError: the name ends otherwise, a line is not a JSON object with these fields, or the

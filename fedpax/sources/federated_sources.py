@@ -36,8 +36,7 @@ from fedpax.sources.source import write_client_starts
 class FederatedSource(tfds.core.ShardBasedBuilder):
     """A data set prepared from an archive of TensorFlow Federated, client by client."""
 
-    # The base class is TFDS's builder by shards because it writes examples as they are generated.
-    # TFDS's builder by examples would sort all of them, in memory if their order must be kept.
+    # A builder by shards writes examples as they are generated; TFDS's other builder sorts them.
 
     VERSION = tfds.core.Version("1.0.0")
     ARCHIVE: ClassVar[Archive]

@@ -53,11 +53,9 @@ class Source(Sequence[dict[str, Any]]):
         name: data set, configuration, version and split, such as
             `"stdlib_text/cpython-3.11.7/1.0.0:train"`.
         folder: the folder of the prepared data set.
-        client_starts: index of each client's first example, and at the end the number of examples,
-            if the data set is sorted by the field `client` and was prepared with this index. None
-            otherwise.
-        client_names: the name of each client in `client_starts`, if the source was made from files.
-            None otherwise.
+        client_starts: index of each client's first example, and at the end the number of examples;
+            None if the data set was prepared without this index.
+        client_names: the name of each client in `client_starts`; None if not made from files.
     """
 
     client_names: Sequence[Any] | None = None
@@ -97,15 +95,8 @@ class Source(Sequence[dict[str, Any]]):
     def column(self, field: str) -> Iterable[Any]:
         """Yield one field of every example, in order.
 
-        For a field with few distinct values, such as a label or a client's name, this is much
-        cheaper than reading the examples: no other field is decoded, and each distinct value is
-        decoded once.
-
-        Args:
-            field: the name of the field.
-
-        Yields:
-            The field's value in each example; equal values may be the same object.
+        This is much cheaper than reading the examples: no other field is decoded, and each distinct
+        value once. Equal values may be the same object.
 
         Raises:
             KeyError: the examples have no such field.

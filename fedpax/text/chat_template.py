@@ -53,14 +53,10 @@ def find_chat_template(path: str | Path) -> ChatTemplate | None:
 def load_chat_template(path: str | Path) -> ChatTemplate:
     r"""Load a chat template.
 
-    Templates run in Jinja's sandbox, with the functions and variables that Hugging Face's library
-    `transformers` gives them.
+    Templates run in Jinja's sandbox, with the functions and variables of `transformers`.
 
     Args:
         path: a Jinja file, or a model's folder with chat_template.jinja or tokenizer_config.json.
-
-    Returns:
-        The template.
 
     Raises:
         FileNotFoundError: there is no such file, or the folder has no template.

@@ -29,22 +29,20 @@ class Conversation:
     """The fields of an example with a prompt and its answer, or with a list of chat messages.
 
     It takes the place of the field's name in `token_rounds` and `heldout_token_batches`. The loss
-    is on answers alone. A row has whole conversations; one that is longer than a row continues in
-    the next row.
+    is on answers alone. A conversation is split only if it is longer than a row.
 
     With a chat template, the document is the text that the template writes, in which the names of
     special tokens are these tokens. Targets are what follows the template's generation prompt, up
     to the token that ends the turn. A message that spells a special token raises. Without a
-    template, a document is the prompt and the answer, one directly behind the other, and targets
-    are the answer and the separator behind it.
+    template, the document is the prompt directly followed by the answer, and targets are the answer
+    and the separator behind it.
 
     Args:
         prompt: the field with the prompt, a text.
         answer: the field with the answer, a text.
         messages: the field with the messages, in place of `prompt` and `answer`: a list of dicts
-            with `role` and `content`, or with `from` and `value` (ShareGPT), in which "human" is
-            the role "user" and "gpt" is "assistant". The answers are the messages of the role
-            "assistant".
+            with `role` and `content`, or with `from` and `value` (ShareGPT). The answers are the
+            messages of "assistant" or "gpt".
         template: the chat template, from `load_chat_template`. Needed for `messages`.
 
     Raises:
@@ -121,11 +119,7 @@ class Conversation:
     def encode_prompt(
         self, prompt: str, tokenizer: Tokenizer
     ) -> tuple[NDArray[np.int32], list[int]]:
-        """Encode a user's message up to where its answer begins, with the template.
-
-        Returns:
-            The tokens, and the special token that ends an answer if there is one.
-        """
+        """Encode a message up to its answer; return the special token that ends one, too."""
         pair = dataclasses.replace(self, prompt="prompt", answer="answer", messages=None)
         (document,) = pair.encode([{"prompt": prompt, "answer": "."}], tokenizer)
         tokens = np.array([document.first, *document.tokens], np.int32)

@@ -1,8 +1,4 @@
-"""Packing: concatenate documents of any length and split them into rows of equal length.
-
-A document of n tokens gives n + 1 pairs (input, target): the separator predicts the first token,
-and the last token the separator.
-"""
+"""Packing: concatenate documents of any length and split them into rows of equal length."""
 
 import dataclasses
 import logging

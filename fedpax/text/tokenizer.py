@@ -44,8 +44,8 @@ class Tokenizer(NamedTuple):
         separator: the token before and after every document.
         encode: takes a string or UTF-8 bytes, and returns integers `[tokens]`.
         decode: takes integers of any shape, and returns the text without separators.
-        encode_batch: encodes several strings or UTF-8 bytes, on several cores. Default None: there
-            is no faster way than `encode` for one after another.
+        encode_batch: encodes several strings or UTF-8 bytes, on several cores. Default None:
+            `encode` one after another.
         end_of_document: the separator's name in the vocabulary. Default None: it has no name.
         special: the tokens that stand for no text by name, such as the separator.
     """
@@ -60,13 +60,7 @@ class Tokenizer(NamedTuple):
     special: Mapping[str, int] = types.MappingProxyType({})
 
     def encode_all(self, texts: Sequence[str | bytes]) -> list[Tokens]:
-        """Encode several texts, in the fastest way.
-
-        Args:
-            texts: strings or UTF-8 bytes.
-
-        Returns:
-            Integers `[tokens]` for each text, equal to the results of `encode`.
+        """Encode several texts as `encode` does, in the fastest way.
 
         Example:
             >>> [tokens.tolist() for tokens in BYTE_TOKENIZER.encode_all(["a", b"bc"])]
@@ -87,8 +81,7 @@ def load_tokenizer(name: str, *, end_of_document: str | None = None) -> Tokenize
     Tokens are of the text alone. The file's truncation, padding, dropout, and added tokens
     and spaces have no effect, and a text that spells a special token has the tokens of these
     characters. A normalizer, such as lower case, applies only if the vocabulary does not spell
-    every text without it; a warning is logged if decoding does not give back every text. It is
-    logged at the first text with the character U+2581 if the vocabulary writes spaces as it.
+    every text without it. A warning is logged if decoding does not give back a text.
 
     Args:
         name: `"bytes"`, or the path of a file: a `tokenizer.json`, as published with many models
@@ -100,14 +93,10 @@ def load_tokenizer(name: str, *, end_of_document: str | None = None) -> Tokenize
             special token (unless it is padding, or a mask) or the SentencePiece model's end of a
             sentence.
 
-    Returns:
-        The tokenizer.
-
     Raises:
         FileNotFoundError: the file does not exist.
         ImportError: the extra `tokenizers` is not installed.
-        ValueError: the file is not a tokenizer or is a Git LFS pointer, or does not have the
-            end-of-document token or does not say which one it is.
+        ValueError: the file is not a tokenizer, or its end-of-document token is not found.
 
     Example:
         >>> load_tokenizer("bytes").encode("né").tolist()

@@ -54,14 +54,12 @@ def cohort_rounds(
     """Make an endless stream of rounds, each with sampled clients of a population.
 
     A client iterates over its examples `local_epochs` times, in a new random order each time. An
-    epoch's last batch may not be full; the field `mask` is False where a batch has no example.
-    Within a round, clients are ordered so that devices with equal blocks of them finish at nearly
-    the same time (`balanced_order`).
+    epoch's last batch may not be full. `balanced_order` orders the clients of a round.
 
     Args:
-        examples: a source from `load` or a list of dicts, of which each round reads the records of
-            its cohort; or a dict of arrays `[examples, ...]` in memory, as from `read_examples`; or
-            a data frame or table of pandas, Polars or pyarrow.
+        examples: a source from `load` or a list of dicts, of which each round reads its cohort's
+            records; a dict of arrays `[examples, ...]`; or a data frame or table of pandas, Polars
+            or pyarrow.
         population: for each client the indices of its examples: a list, or a sequence that
             generates them when indexed. A client without examples has no steps and weight 0.
         sampler: samples the clients of each round. If it samples fewer than `cohort_size`, other
@@ -71,37 +69,32 @@ def cohort_rounds(
         max_steps: the largest number of steps of a client in a round; longer clients are truncated.
             Default None: the steps of the largest client, for which the whole population is read.
         seed: the random seed of the examples' orders.
-        num_devices: the size of the mesh's `clients` axis; it must divide the cohort. The clients
-            and batches of a round do not depend on it, only their order.
-        chunk_size: the number of clients that a device runs at once, the same integer as in the
-            algorithm. Clients of similar size share a chunk.
-        preprocess: a function from the source's fields, arrays `[examples, ...]`, to the fields of
-            a batch, which must be arrays of numbers `[examples, ...]`. Default: `image` to float32
-            in 0 to 1, and `label` to int32. `dict` leaves all fields as they are. A field whose
-            examples differ in shape is given as an array `[examples]` of objects: pad it, and
-            return a field `mask`, 0 at padding. Masks from `preprocess` are set to 0 where a batch
-            has no example.
-        pad_to: with "population", the batches of each round have `max_steps` steps. With "round",
-            a round whose longest client takes at most a 4th, 16th, ... of them has this part of
-            `max_steps`: clients can then be a thousand times larger than others. `jax.jit`
-            compiles a round once for each number of steps.
+        num_devices: the size of the mesh's `clients` axis; it must divide the cohort. Only the
+            order of a round's clients depends on it.
+        chunk_size: the number of clients that a device runs at once, as in the algorithm.
+        preprocess: a function from the source's fields to the fields of a batch, which must be
+            arrays of numbers; all are `[examples, ...]`. Default: `image` to float32 in 0 to 1, and
+            `label` to int32. `dict` leaves all fields as they are. A field whose examples differ in
+            shape is an array `[examples]` of objects: pad it, and return a field `mask`, 0 at
+            padding.
+        pad_to: with "population", the batches of each round have `max_steps` steps. With "round", a
+            round whose longest client takes at most a 4th, 16th, ... of them has only this part,
+            for clients of very different sizes. `jax.jit` compiles each number of steps once.
 
     Returns:
         An iterator over `fedpax.Cohort` with all of its fields: `batches` is a dict of arrays
         `[clients, steps, batch_size, ...]`, 0 in steps that a client does not take if these are
-        more than 7/8 of the round, and otherwise 0 or a repeated example, with a `mask`, bool
-        `[clients, steps, batch_size]` unless `preprocess` returns its own; `num_examples` and
+        more than 7/8 of the round, and otherwise 0 or a repeated example, with a `mask`, 0 where
+        there is no example, bool `[clients, steps, batch_size]` if `preprocess` returns none;
+        `num_examples` and
         `num_steps` are int32 `[clients]`; `client_ids` is int32 `[clients]`, -1 where fewer clients
         were available or sampled.
 
     Raises:
-        ValueError: a size is below 1 or does not fit the memory or the other sizes; there are no
-            examples; population and sampler have different numbers of clients; a client of a list
-            has an index that is out of range; `chunk_size` is not an integer; or `pad_to` is
-            another text.
+        ValueError: a size does not fit the memory or the other sizes, there are no examples,
+            population and sampler have different numbers of clients, or an index is out of range.
         KeyError: the examples have no `image` or `label`, and `preprocess` is the default.
-        TypeError: `preprocess` returns a field that is not an array of numbers, `sampler` is not a
-            `ClientSampler`, or `examples` or `population` is something else, such as a generator.
+        TypeError: an argument, or a field from `preprocess`, has another type.
 
     Example:
         >>> images = np.random.default_rng(0).random((7, 4, 4, 1), np.float32)

@@ -1,7 +1,4 @@
-"""The stream of `cohort_rounds`, and how it lays out a round.
-
-Only the examples of the cohort are read: a population can be larger than memory.
-"""
+"""The stream of `cohort_rounds`, and how it lays out a round."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -71,10 +68,9 @@ class CohortRounds:
         settings: the settings that determine the stream. A state can only be restored into a stream
             with equal settings. A list of clients and the sampler's weights are identified by a
             checksum of all their entries; arrays and lazily generated populations by their size and
-            a checksum of at most 1,000 evenly spaced entries; a data set and functions
-            (`preprocess`, and the sampler's `available`) by name. The numbers of devices and of
-            clients per chunk are not among the settings: they change the order of a round's
-            clients, and not which clients and batches it has.
+            a checksum of at most 1,000 evenly spaced entries; data sets and functions by name.
+            `num_devices` and `chunk_size`, which only change the order of a round's clients, are
+            not among the settings.
     """
 
     item_unit = "examples"
@@ -159,19 +155,11 @@ class CohortRounds:
         return cohort
 
     def client_ids(self, round_number: int) -> NDArray[np.int64]:
-        """Return the clients of a round in the order of a cohort's rows; -1 is an empty slot.
-
-        Args:
-            round_number: the round, counted from 0.
-        """
+        """Return the clients of a round in the order of a cohort's rows; -1 is an empty slot."""
         return self._order(round_number)[0]
 
     def num_steps(self, client_ids: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return the numbers of steps of clients, int64 `[n]`.
-
-        Args:
-            client_ids: the clients, integers `[n]`.
-        """
+        """Return the numbers of steps of clients, int64 `[n]`."""
         return self._num_steps(self._locate(np.asarray(client_ids, np.int64)).sizes)
 
     def read_clients(
@@ -179,14 +167,8 @@ class CohortRounds:
     ) -> Cohort:
         """Read some clients of a round alone: the same batches that the round has.
 
-        Args:
-            round_number: the round, counted from 0.
-            client_ids: the clients, integers `[n]`; -1 is an empty slot.
-            length: the length of the axis of steps, no less than the clients' numbers of steps.
-                Default None: `max_steps`.
-
-        Returns:
-            A cohort of n clients.
+        Of `client_ids`, integers `[n]`, -1 is an empty slot. `length` is the length of the axis of
+        steps, no less than the clients' numbers of steps. Default None: `max_steps`.
         """
         ids = np.asarray(client_ids, np.int64)
         steps = length or self.max_steps

@@ -33,9 +33,8 @@ class ExampleRounds:
         examples_per_client: int64 `[clients]`, the number of examples of each client.
         num_clients: the number of clients: `client_ids` are below it.
         items_per_round: the number of examples in a round, over all clients.
-        item_unit: `"examples"`, the unit of `items_per_round`.
-        settings: the settings that determine the stream. A state can only be restored into a stream
-            with equal settings.
+        item_unit: `"examples"`.
+        settings: the settings that a stream must have to restore a state of this one.
     """
 
     item_unit = "examples"
@@ -108,8 +107,8 @@ def example_rounds(
 ) -> ExampleRounds:
     """Make an endless stream of rounds of labeled images in which every client takes part.
 
-    The examples are read once, and kept in memory. A client with fewer examples than
-    a round needs starts its next epoch, in a new order, within the round. All batches are full.
+    The examples are kept in memory. A client with fewer examples than a round needs starts its
+    next epoch, in a new order, within the round. All batches are full.
 
     Args:
         source: labeled images: a source from `load`, a list of dicts, a dict of columns, or a data
@@ -120,8 +119,8 @@ def example_rounds(
         seed: the random seed of the default partition and of all orders.
         partition: the indices of each client's examples, as the `partition_...` functions return
             them. Default None: `partition_iid`.
-        image_field: the field of an example with its image.
-        label_field: the field of an example with its label.
+        image_field: the field with the image.
+        label_field: the field with the label.
 
     Returns:
         An iterator over `fedpax.Cohort`:
@@ -135,9 +134,9 @@ def example_rounds(
     Raises:
         KeyError: the examples have no such field.
         TypeError: `source` is something else, or an image or label is not numbers.
-        ValueError: a size is below 1 or does not fit the memory, there are fewer examples than
-            clients, the partition does not fit the source, an image of integers has a value outside
-            0 to 255, or a label is not an integer within int32.
+        ValueError: a size is below 1 or does not fit the memory, the number of clients or the
+            partition does not fit the source, an integer of an image is outside 0 to 255, or a
+            label is not an integer within int32.
 
     Example:
         >>> images = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 1), np.uint8)

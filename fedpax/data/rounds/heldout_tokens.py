@@ -146,24 +146,21 @@ def heldout_token_batches(
 ) -> list[Batch]:
     """Pack a split of text into batches, in the source's order.
 
-    All batches have the same shape, so one compiled function evaluates them. The last batch is
-    completed with rows of padding, whose mask is 0: to average over the split, weight each batch by
-    the sum of its mask.
+    All batches have the same shape: the last one is completed with padding, whose mask is 0. To
+    average over the split, weight each batch by the sum of its mask.
 
     Args:
         source: the documents: a source from `load`, a list of dicts, a dict of columns, or a data
             frame.
         batch_size: rows per batch.
         seq_len: tokens per row.
-        max_tokens: use only this many tokens, in rows evenly spaced over the split, so that they
-            come from many documents. Default None: use all rows.
-        field: the field of an example with its text, a string or UTF-8 bytes; or a
-            `Conversation`, whose answers alone count in the loss.
+        max_tokens: use only this many tokens, in rows evenly spaced over the split. Default None:
+            use all rows.
+        field: the field with the text, a string or UTF-8 bytes; or a `Conversation`.
         tokenizer: the tokenizer.
 
     Returns:
-        Dicts of arrays `[batch_size, seq_len]`, as `fedpax.data.pack` returns them: `inputs`,
-        `targets`, `segments`, `positions` (int32) and `mask` (float32).
+        Dicts of arrays `[batch_size, seq_len]`, as `fedpax.data.pack` returns them.
 
     Raises:
         KeyError: the examples have no such field.

@@ -235,11 +235,6 @@ def scale_on_devices(images: UInt8[jax.Array, "*shape"]) -> Float32[jax.Array, "
 
     A division would not do: compilers multiply by the rounded 1 / 255, or round otherwise.
 
-    Example:
-        >>> pixels = np.arange(256, dtype=np.uint8)
-        >>> scaled = scale_on_devices(jnp.asarray(pixels))
-        >>> bool((np.asarray(scaled) == pixels / np.float32(255)).all())
-        True
     """
     scaled: jax.Array = _scale(images.sharding)(images)
     return scaled

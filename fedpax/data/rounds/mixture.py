@@ -77,11 +77,7 @@ class Mixture:
         check_weights(self.weights)
 
     def shares(self, round_number: int) -> list[float]:
-        """Return the share of each data set in a round's rows, in the order of `sources`.
-
-        Args:
-            round_number: the round, counted from 0.
-        """
+        """Return the share of each data set in a round's rows, in the order of `sources`."""
         weights = [weight_at(self.weights[name], round_number) for name in self.sources]
         return [weight / math.fsum(weights) for weight in weights]
 

@@ -1,8 +1,4 @@
-"""The order of a cohort's clients on the devices, so that all devices finish at the same time.
-
-Clients of similar size share a chunk, as a chunk takes as long as its longest client, and chunks
-are assigned by longest processing time first, near the states of their clients.
-"""
+"""The order of a cohort's clients on the devices, so that all devices finish at the same time."""
 
 import heapq
 
@@ -25,9 +21,9 @@ def balanced_order(
 ) -> Int64[np.ndarray, " clients"]:
     """Order clients so that devices with equal blocks of them finish at nearly the same time.
 
-    Clients are sorted by size and split into chunks of `chunk_size`. Each chunk, the largest first,
-    goes to the device that has the least work so far and still has room. All devices get the same
-    number of clients, as a sharded axis requires, each device its largest clients first.
+    Clients are sorted by size and split into chunks of `chunk_size`, as a chunk takes as long as
+    its longest client. Each chunk, the largest first, goes to the device that has the least work so
+    far and still has room. All devices get the same number of clients, as a sharded axis requires.
 
     Args:
         num_steps: integers `[clients]`, each client's local steps, or any other measure of its
@@ -36,12 +32,11 @@ def balanced_order(
             axis.
         chunk_size: the number of clients that a device runs at once.
         homes: integers `[clients]`, the device that has a client's row of a `ClientStore`
-            (`fedpax.clients.home_devices`); negative: any device. Clients then go to these devices.
-            A device with too many clients passes some to the next device, around the ring, which
-            can pass some of its own on. Clients away from home are the last in the devices' blocks,
-            those from the farthest home at the end. If the last device would finish more than 2%
-            later than without `homes`, the order is as without `homes`. Default None: rows do not
-            matter.
+            (`fedpax.clients.home_devices`); negative: any device. Clients then go to these devices;
+            a device with too many passes some to the next one, around the ring. Clients away from
+            home are the last in the devices' blocks, those from the farthest home at the end. If
+            the last device would finish more than 2% later, `homes` has no effect. Default None:
+            rows do not matter.
 
     Returns:
         int64 `[clients]`: `order[k]` is the client at position k. Device d has the positions from
@@ -173,17 +168,14 @@ def idle_fraction(num_steps: ArrayLike, num_devices: int = 1, *, chunk_size: int
         chunk_size: the number of clients that a device runs at once.
 
     Returns:
-        A float from 0 to 1: the steps spent waiting for a longer client of the chunk or for another
-        device, divided by all steps that the devices could run until the last one finishes. 0 if no
-        client has a step.
+        From 0 to 1: the steps spent waiting for a longer client of the chunk or for another device,
+        as a share of all steps until the last device finishes; 0 if no client has a step.
 
     Raises:
         ValueError: as in `balanced_order`.
 
     Example:
         >>> idle_fraction([4, 1, 1, 2], num_devices=2)  # 5 and 3 steps
-        0.2
-        >>> idle_fraction([4, 2, 1, 1], num_devices=1, chunk_size=2)  # 2 x 4 and 2 x 1
         0.2
     """
     work = _check(num_steps, num_devices, chunk_size)

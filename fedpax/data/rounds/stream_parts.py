@@ -30,8 +30,7 @@ StreamSettings = Mapping[str, int | str]
 class FunctionRounds:
     """An endless stream whose cohorts are a function of the round's number.
 
-    A resumed run sees the cohorts of an uninterrupted one: the stream's state is the number of the
-    next round.
+    The stream's state is the number of the next round.
 
     Args:
         make_cohort: `round number -> Cohort` of NumPy arrays. Rounds count from 0. The function
@@ -74,9 +73,7 @@ class FunctionRounds:
 
 
 class LazyStream:
-    """A stream that is opened when it is first used.
-
-    For data that should not be read when an experiment is only planned or exported.
+    """A stream that is opened when it is first used, not when an experiment is only planned.
 
     Args:
         open_stream: a function that opens the stream; called at most once.
@@ -247,8 +244,7 @@ RowMask = Bool[np.ndarray, "islands local_steps batch_size"]
 class LocalRows:
     """A global array `[islands, steps, batch, ...]` of which this process has some rows.
 
-    It has a shape and a dtype, and can be indexed with slices, so that
-    `jax.make_array_from_callback` makes the global array from it.
+    `jax.make_array_from_callback` makes the global array from its slices.
 
     Args:
         rows: the rows that this process has, `[local rows, ...]`, in the order of the global array.
@@ -259,10 +255,6 @@ class LocalRows:
         >>> array = LocalRows(np.array([[1, 2], [5, 6]]), mask)
         >>> array.shape, array[:, :, 2:3].tolist()
         ((1, 1, 3, 2), [[[[5, 6]]]])
-        >>> array[:, :, 1:]
-        Traceback (most recent call last):
-            ...
-        IndexError: This process has 2 of the 3 rows of the array ...
     """
 
     def __init__(self, rows: Num[np.ndarray, "rows ..."], mask: RowMask) -> None:

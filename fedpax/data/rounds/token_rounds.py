@@ -80,9 +80,9 @@ def token_rounds(
     """Make an endless stream of language-model rounds from texts.
 
     Row n of the run, counted step by step and within a step island by island, depends on the seed,
-    the sources, `seq_len`, `shuffle_tokens`, `num_shards` and n alone. So DiLoCo can be compared
-    with data parallelism on the same tokens, if both have the same number of rows in a step or the
-    same `num_shards`. A run can resume with another number of processes, devices or islands.
+    the sources, `seq_len`, `shuffle_tokens`, `num_shards` and n alone: methods with equal
+    `num_shards` train on the same tokens. A run can resume with another number of processes,
+    devices or islands.
 
     Args:
         source: the documents: a source from `load`, a list of dicts, a `grain.MapDataset` of dicts,
@@ -96,15 +96,13 @@ def token_rounds(
             them, for islands with different data: `partition_by_field(source, "client", islands)`.
             Rows are then counted by island. Default None: islands share all documents.
         shuffle_tokens: the window within which rows of a data set (or an island's part) are
-            shuffled, in tokens, over all shards; at most one epoch. It takes 4 to 13 bytes per
-            token, divided among the processes. With 1, rows of a shard are not shuffled.
+            shuffled, in tokens, at most one epoch. It takes 4 to 13 bytes per token, divided among
+            the processes. With 1, rows of a shard are not shuffled.
         num_shards: parts of a data set (or of an island's part) that are read separately. Processes
-            read nothing twice if the rows of a step divide it. A shard has at least 64 documents;
-            a smaller data set has the largest possible divisor of `num_shards`. Default None: the
-            number of rows in a step (of an island, with a partition); a restored stream has the
-            number of shards of the state.
-        field: the field of an example with its text, a string or UTF-8 bytes; or a
-            `Conversation`, whose answers alone count in the loss.
+            read nothing twice if the rows of a step divide it. A smaller divisor is used where
+            shards would have fewer than 64 documents. Default None: the number of rows in a step
+            (of an island, with a partition), or in the state that is restored.
+        field: the field with the text, a string or UTF-8 bytes; or a `Conversation`.
         tokenizer: the tokenizer.
         rows: the rows that this process needs, bool `[islands, local_steps, batch_size]`, from
             `addressable_rows`. Default None: all.
@@ -112,9 +110,9 @@ def token_rounds(
     Returns:
         An iterator over `fedpax.Cohort`. Its batches are a dict of int32 arrays `[islands,
         local_steps, batch_size, seq_len]`: `inputs`, `targets`, `segments` and `positions`, as
-        `fedpax.data.pack` describes them. All rows are full. With a `Conversation` there is also
-        `mask`, float32, 1 for targets in answers; without one, all targets count. If `rows` leaves
-        some out, arrays are `fedpax.data.rounds.stream_parts.LocalRows`, of the same shape.
+        `fedpax.data.pack` describes them, without padding. With a `Conversation` there is also
+        `mask`, float32, 1 for targets in answers. If `rows` leaves some out, arrays are
+        `fedpax.data.LocalRows`, of the same shape.
 
     Raises:
         KeyError: the examples have no such field.

@@ -69,9 +69,8 @@ class TokenRounds:
     Attributes:
         shape: `(islands, local_steps, batch_size, seq_len)`, the shape of every array of a round.
         items_per_round: the number of target tokens in a round, over all islands.
-        item_unit: `"tokens"`, the unit of `items_per_round`.
-        settings: the settings that determine the rows. A state can only be restored into a stream
-            with equal settings.
+        item_unit: `"tokens"`.
+        settings: the settings that a stream must have to restore a state of this one.
     """
 
     item_unit = "tokens"

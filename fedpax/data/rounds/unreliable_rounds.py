@@ -147,31 +147,25 @@ def unreliable_rounds(
         (num_steps_i * seconds_per_step_i + seconds_per_report) * exp(delay_spread * N(0, 1))
 
     seconds, unless it drops out. The round takes the first `num_reports` reports that arrive until
-    the deadline. Every other update is lost: its client has `num_steps` 0, `num_examples` 0 and
-    `client_ids` -1. It has no weight in any algorithm, and its client state does not change. In
-    a round without a report the mean update is 0: the model stays where it is, unless a server
-    optimizer with momentum still moves it.
-
-    Over-selection is a cohort larger than `num_reports`: with `ClientSampler(cohort_size=130)` and
-    `num_reports=100`, the slowest 30 clients of each round are cut.
+    the deadline. Every other client has `num_steps` 0, `num_examples` 0 and `client_ids` -1: it has
+    no weight, and its client state does not change. In a round without a report the mean update is
+    0. Over-selection is a cohort larger than `num_reports`.
 
     Args:
-        rounds: the result of `cohort_rounds`. Streams of another kind raise.
+        rounds: the result of `cohort_rounds`.
         dropout_probability: probability that a selected client fails before it reports, at least 0
             and below 1.
-        seconds_per_step: seconds of a local step: a number, or float `[num_clients]` for each
-            client of the population.
+        seconds_per_step: seconds of a local step, of all clients or float `[num_clients]`.
         seconds_per_report: seconds of sending model and update.
         delay_spread: standard deviation of the logarithm of a client's time from round to round.
         deadline: seconds after which the round ends. Default None: wait for every client.
         num_reports: number of reports after which the round ends. Default None: wait for all
             clients that have not dropped out.
-        seed: random seed of dropouts and delays. They depend on the seed, the round and the client
-            alone, so that a resumed run sees the same.
+        seed: random seed of dropouts and delays, which depend on the round and the client too.
 
     Returns:
         An endless iterator over `fedpax.Cohort`, of the shapes of `rounds`. Its attribute `outcome`
-        tells who reported in the last round, and when.
+        is the `RoundOutcome` of the last round.
 
     Raises:
         TypeError: `rounds` is not from `cohort_rounds`.

@@ -45,15 +45,11 @@ class TableFeatures:
         return tuple(name for column in self.columns for name in column.features)
 
     def __call__(self, table: Mapping[str, Any]) -> Float32[np.ndarray, "examples features"]:
-        """Return the features of some examples.
+        """Return the features of some examples from their columns by name.
 
-        Args:
-            table: their columns by name. A column that is absent has no value in any example.
-
-        Returns:
-            The features. A missing value has its own feature if training clients missed values
-            of the column. Else the value is filled, and a line of the log tells how many are: a
-            number by the mean, a boolean by false, and a category by 0 in all of its features.
+        Values of an absent column are missing. A missing value has its own feature if training
+        clients missed values of the column. Else it is filled, which the log tells: a number by the
+        mean, a boolean by false, and a category by 0 in all of its features.
 
         Raises:
             ValueError: a value is missing and its treatment is "error", or a number is too large.
@@ -145,7 +141,7 @@ def fit_features(
     Args:
         table: the columns of the training examples by name.
         treatments: the treatments, from `fedpax.data.tables.infer_treatments`.
-        clients: the client of each example, from 0 to `num_clients` - 1.
+        clients: the client of each example, from 0.
         num_clients: number of clients.
         aggregator: combines the clients' averages. Default None: the weighted mean.
         limit: as in `federated_moments`. Numbers and dates then need bounds.
@@ -154,9 +150,6 @@ def fit_features(
             clients send no averages.
         min_clients: number of clients that must have a value for it to be a category. Others share
             the feature "another".
-
-    Returns:
-        The features.
 
     Raises:
         ValueError: a number or date has no bounds and needs them, a value is missing and its

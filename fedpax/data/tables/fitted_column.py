@@ -68,10 +68,7 @@ class FittedColumn:
         return fills.get(self.treatment.kind, f"the mean {self.mean:.6g}")
 
     def encode(self, values: Any) -> Float32[np.ndarray, "examples features"]:
-        """Return the features of some examples.
-
-        Args:
-            values: the column's values of these examples.
+        """Return the features of some examples from the column's values.
 
         Raises:
             ValueError: a value is missing and the treatment is "error", a number is too large, or
@@ -164,7 +161,6 @@ def _booleans(name: str, column: Any) -> Float64[np.ndarray, " examples"]:
     return np.array([*(value in ("true", "1") for value in distinct), False], np.float64)[codes]
 
 
-# CategoryValues: the values of a category, and the number of clients that have each.
 class CategoryValues:
     """The values of a category, and the number of clients that have each."""
 
@@ -256,19 +252,7 @@ class ColumnSummary:
 def summarize_columns(
     table: Mapping[str, Any], treatments: Sequence[Treatment]
 ) -> list[ColumnSummary]:
-    """Describe the columns of a table and their treatments.
-
-    Args:
-        table: the columns by name.
-        treatments: their treatments, from `infer_treatments`.
-
-    Example:
-        >>> from fedpax.data.tables.treatments import infer_treatments
-        >>> table = {"age": [31.5, None, 60.0]}
-        >>> [summary] = summarize_columns(table, infer_treatments(table))
-        >>> summary.cells()
-        ['age', 'double', '1', '2', '31.5 to 60', 'number:mean', 'numbers']
-    """
+    """Describe the columns of a table and their treatments, from `infer_treatments`."""
     summaries = []
     for treatment in treatments:
         column = arrow_column(table[treatment.name])

@@ -59,13 +59,7 @@ class Label:
         return len(self.classes) or 1
 
     def encode(self, values: Any) -> Num[np.ndarray, " examples"]:
-        """Return the labels of some examples.
-
-        Args:
-            values: the column's values of these examples, none of them missing.
-
-        Returns:
-            The number of each class, int32, or the standardized label, float32.
+        """Return the numbers of classes, int32, or the standardized labels, float32, of values.
 
         Raises:
             ValueError: a value is missing, not one of the classes, or not finite.
@@ -150,9 +144,6 @@ def infer_label(
             distinct values, in numerical or alphabetical order.
         min_classes: the least number of classes.
 
-    Returns:
-        The label.
-
     Raises:
         ValueError: the label cannot be predicted: text for regression, dates, lists, or fewer than
             `min_classes` classes.
@@ -160,8 +151,6 @@ def infer_label(
     Example:
         >>> infer_label("outcome", ["well", "ill", "well"]).classes
         ('ill', 'well')
-        >>> infer_label("dose", [0.5, 1.25]).task
-        'regression'
     """
     pieces = arrow_pieces(values)
     dtype = pieces[0].type

@@ -52,16 +52,13 @@ def federated_moments(
     """Compute the mean and variance of columns as averages over clients.
 
     A client computes, for each column, the averages over its examples of: 1 where a value is
-    present, the value x, and x^2. The aggregator combines these averages, weighted by numbers of
-    examples, as it combines the updates of a round. With a = sum_k n_k a_k / sum_k n_k:
+    present, the value x, and x^2. The aggregator combines them as the updates of a round, weighted
+    by numbers of examples or, such as a private mean, equally. With a = sum_k n_k a_k / sum_k n_k:
 
         mean = a(x) / a(1);  variance = a(x^2) / a(1) - mean^2.
 
-    With the weighted mean these are the mean and variance of all clients' values together. An
-    aggregator with equal weights, such as a private mean, gives each client the same weight.
-
-    Without `bounds`, the program runs twice. The second time it gets the values minus the first
-    mean, so that float32 suffices for columns whose mean is large beside their deviation.
+    Without `bounds`, the program runs a second time, on the values minus the first mean, so that
+    float32 suffices for columns whose mean is large beside their deviation.
 
     Args:
         values: the values, NaN where one is missing.
@@ -75,11 +72,7 @@ def federated_moments(
             entry`, such as `lambda n: max_norm / n**0.5`. The averages are scaled to it, so that
             the aggregator clips nothing. Default None: 1.
         least_deviation: with `bounds`, the least deviation of a column as a share of half its
-            range. The noise of a private mean can make a small deviation much too small, and
-            standardized values then too large.
-
-    Returns:
-        The moments.
+            range: noise can make it much too small, and standardized values then too large.
 
     Example:
         >>> values = np.array([[1.0], [3.0], [np.nan], [8.0]])

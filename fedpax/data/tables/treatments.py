@@ -50,9 +50,6 @@ class Treatment(NamedTuple):
         bounds: the least and largest number, if they are stated: numbers outside are set to them.
         reason: why: "stated", or the rule that applied.
 
-    Example:
-        >>> infer_treatments({"sex": ["f", "m", "f", "m", None]})[0][:3]
-        ('sex', 'category', 'category')
     """
 
     name: str
@@ -63,12 +60,7 @@ class Treatment(NamedTuple):
     reason: str = "stated"
 
     def describe(self) -> str:
-        """Return the treatment as `parse_treatment` takes it, without the name.
-
-        Example:
-            >>> parse_treatment("age=number(0..120):error").describe()
-            'number(0..120):error'
-        """
+        """Return the treatment as `parse_treatment` takes it, without the name."""
         inner = ""
         if self.bounds is not None:
             # Exact, since sites compare it: two bounds can agree in their first digits.
@@ -79,14 +71,7 @@ class Treatment(NamedTuple):
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Treatment:
-        """Make the treatment from the values of `_asdict`, where JSON has lists for tuples.
-
-        Example:
-            >>> import json
-            >>> treatment = parse_treatment("age=number(0..120)")
-            >>> Treatment.from_json(json.loads(json.dumps(treatment._asdict()))) == treatment
-            True
-        """
+        """Make the treatment from the values of `_asdict`, where JSON has lists for tuples."""
         pairs: dict[str, Any] = {
             n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()
         }
@@ -111,12 +96,8 @@ def parse_treatment(text: str) -> Treatment:
     Args:
         text: "NAME=KIND", "NAME=KIND:MISSING", "NAME=number(LOW..HIGH)",
             "NAME=date(2024-01-01..2024-12-31)" or "NAME=category(A|B|C)". KIND is number, date,
-            boolean, category or left_out. MISSING is mean, false, category or error. NAME may have
-            `*` for any text: it then stands for all columns that match and that no name without `*`
-            states.
-
-    Returns:
-        The treatment.
+            boolean, category or left_out. MISSING is mean, false, category or error. `*` in NAME is
+            any text: all columns that match and that no name without `*` states.
 
     Raises:
         ValueError: the text has another form.
@@ -193,13 +174,11 @@ def infer_treatments(
       least two examples of each, missing values not counted; other text is left out;
     - a column without any value, and one of lists, images or other values, is left out.
 
-    A missing value of a number or date becomes the mean and one of a boolean false, beside an
-    indicator feature; a missing value of a category is a separate category. A missing value is
-    null, NaN or an empty text.
+    A missing value is null, NaN or an empty text. It becomes the mean of a number or date, or a
+    boolean's false, beside an indicator feature; in a category, it is a separate category.
 
     Args:
-        table: the columns by name, Arrow or NumPy arrays or lists. Without the label and the
-            client.
+        table: the columns by name, Arrow or NumPy arrays or lists, without label and client.
         stated: treatments, as `parse_treatment` takes them.
         max_categories: the largest number of distinct values of a text that is a category.
 

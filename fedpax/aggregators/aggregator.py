@@ -23,8 +23,8 @@ Weights: TypeAlias = Num[Array, " participants"] | None
 class Aggregator(NamedTuple):
     """A rule that combines the participants' updates into one, as a pair of pure functions.
 
-    Both run inside a fedpax program. A method calls `init` once and `aggregate` once a round:
-    `fedavg(..., aggregator=...)`, `diloco(..., aggregator=...)`.
+    Both run inside a fedpax program. A method, such as `fedavg(..., aggregator=...)`, calls `init`
+    once and `aggregate` once a round.
 
     Attributes:
         init: `params -> state`, a NamedTuple of server values and placed values (such as
@@ -36,19 +36,17 @@ class Aggregator(NamedTuple):
             of the structure of `params`. `metrics` is a dict of scalars. An aggregator with two
             transfers, such as `compressed_mean`, calls `sent_values.work_under_transfer` after
             each, so that a method can compute meanwhile (`sent_values.under_transfers`).
-        needs_all: True if the aggregate is defined only for the updates of all participants at
-            once, as for a median. An asynchronous method, which aggregates each update when it
-            arrives, then raises. Default False.
+        needs_all: True if the aggregate needs the updates of all participants at once, as for a
+            median. An asynchronous method then raises. Default False.
         tolerates_non_finite: True if the aggregate stays finite beside an update with NaN or
             infinity, as for a median. Each metric of a round is then the mean over the participants
             whose value is finite, and `"non_finite_participants"` counts all other present
-            participants. Default False: as in a plain mean, a NaN of one participant makes the
-            model NaN, and the loss too.
-        acts_when_all_absent: True if the server must step in a round in which every participant is
-            absent too, as along the noise of a private mean, which hides that no client took part.
-            Default False: such a round changes neither the model nor the server optimizer's state.
-        accountant: what computes the metric `"epsilon"`, if the aggregator has one. A
-            transformation that keeps the guarantee keeps it. Default None.
+            participants. Default False: a NaN of one participant makes the model and the loss NaN.
+        acts_when_all_absent: True if the server must step even if all participants are absent, as
+            along the noise of a private mean, which hides this. Default False: such a round changes
+            neither the model nor the server optimizer's state.
+        accountant: computes the metric `"epsilon"`. A transformation that keeps the guarantee keeps
+            it. Default None.
         counts_alike: True if every present participant counts alike: weights above 0 have no other
             effect, as in a median. Default False.
 
@@ -216,16 +214,16 @@ it does to the aggregate happens on the server.
 def chain(*stages: AggregatorTransformation | Aggregator) -> Aggregator:
     """Chain transformations and the aggregator that they end in, as `optax.chain` does.
 
-    The stages stand in the order in which an update passes them on its way to the server:
-    `chain(first, second, aggregator)` is `first(second(aggregator))`.
+    An update passes the stages in this order: `chain(first, second, aggregator)` is
+    `first(second(aggregator))`.
 
     Args:
         *stages: any number of transformations, then one aggregator.
 
     Returns:
-        The aggregator. The states are nested: each stage's state contains the next stage's state.
-        Its metrics are those of all stages. Of a name that several stages have, the first keeps
-        it, and the k-th one's ends in `_k`, such as `"clipped_fraction_2"`.
+        The aggregator. Each stage's state contains the next stage's state. The metrics are those of
+        all stages. If several have a name, the k-th one's ends in `_k`, such as
+        `"clipped_fraction_2"`.
 
     Raises:
         TypeError: the last stage is not an `Aggregator`, or an earlier stage is one.

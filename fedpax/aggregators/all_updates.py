@@ -32,9 +32,8 @@ def reduce_coordinates(
 
 def squared_distances(updates: chex.ArrayTree) -> Float[Array, "participants participants"]:
     """Compute the squared distances between all pairs of updates. Inside a program."""
-    # They follow from the inner products of all pairs: one matmul per leaf, and one all-reduce of
-    # participants x participants numbers. In float32 they resolve distances above about 0.001 of
-    # the updates' norms.
+    # They follow from the inner products: one matmul per leaf, and one all-reduce. In float32 they
+    # resolve distances above about 0.001 of the updates' norms.
     first, *rest = [_inner_products(_transpose(x)) for x in jax.tree.leaves(updates)]
     inner_products = sum(rest, first)
     squares = jnp.diagonal(inner_products)
@@ -106,8 +105,8 @@ def _matmul(x: jax.Array) -> Float[Array, "participants participants"]:
 def _transpose(leaf: jax.Array) -> jax.Array:
     """Move the placement's mesh axis from the participants to the coordinates."""
     # One axis of the leaf, of length l, is padded with zeros and split in two: `[ceil(l / d), d]`
-    # for d devices, which then shard the second one. The entries of the axis are so dealt to the
-    # devices in turn. If the axis is sharded over a model axis of the mesh, it keeps this sharding.
+    # for d devices, which then shard the second one. An axis that is sharded over a model axis of
+    # the mesh keeps this sharding.
     placement = resolve_placement("aggregate", None).placement
     name = mesh_axis(placement)
     if name is None:

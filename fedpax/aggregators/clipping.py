@@ -27,18 +27,18 @@ from fedpax.primitives import federated_map, federated_mean, federated_sum
 def clip_by_norm(max_norm: float) -> AggregatorTransformation:
     """Clip each participant's update to a norm: `u_i min(1, C / ||u_i||)`.
 
-    The norm is the Euclidean norm over all leaves. Without noise, this is norm bounding: it limits
-    the influence of a participant that sends a scaled-up update.
+    The norm is Euclidean, over all leaves. Without noise, this is norm bounding, against scaled-up
+    updates.
 
     Args:
         max_norm: C, the largest norm, above 0.
 
     Returns:
-        A transformation without state. It computes norms and scales in float32. An
-        update whose norm is infinite or NaN becomes 0. Metrics, over present participants:
-        `"clipped_fraction"`, the fraction whose norm is not at most C; `"participant_norm"`, the
-        mean of the finite norms before clipping; and `"non_finite_updates"`, the number of updates
-        whose norm is infinite or NaN. They are exact: do not publish them with a private mean.
+        A transformation without state. Norms and scales are float32. An update whose norm is
+        infinite or NaN becomes 0. Metrics, over present participants: `"clipped_fraction"`, the
+        fraction whose norm is not at most C; `"participant_norm"`, the mean of the finite norms
+        before clipping; and `"non_finite_updates"`, the number of updates whose norm is infinite or
+        NaN. They are exact: do not publish them with a private mean.
 
     Raises:
         TypeError: `max_norm` is not a number.
@@ -99,14 +99,12 @@ def adaptive_clip(
 ) -> AggregatorTransformation:
     """Clip updates to a norm that follows a quantile of the participants' norms.
 
-    With quantile gamma, learning rate eta and m present participants, C is updated geometrically
-    after each round:
+    With quantile gamma, learning rate eta and m present participants:
 
         b = (sum_i [||u_i|| <= C] + N(0, count_stddev^2)) / m;   C <- C exp(-eta (b - gamma)).
 
-    Without noise, C changes by a factor of at most exp(eta) per round. If no participant is
-    present, it does not change. `private_mean(quantile=...)` is the differentially private mean
-    with this clipping.
+    If no participant is present, C does not change. `private_mean(quantile=...)` is the private
+    mean with this clipping.
 
     Args:
         initial_norm: C of the first round, above 0. The paper uses 0.1.

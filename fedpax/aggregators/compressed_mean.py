@@ -47,41 +47,32 @@ def compressed_mean(
         c_i = n w_i / sum_j w_j x_i + decay e_i;   q_i = decode(encode(c_i));
         e_i <- c_i - q_i;   mean = sum_i q_i / n.
 
-    Without error feedback, the e_i are 0 and the mean is as unbiased as the codec. With it, the
-    error telescopes if decay is 1: summed over rounds, the means differ from the exact ones only by
-    the current mean residual, for any weights. A participant of weight 0 is absent: it
-    contributes nothing and keeps its residual. Weights need one small all-reduce before the updates
-    are sent.
+    Without error feedback, the e_i are 0 and the mean is as unbiased as the codec. With it and
+    decay 1, the error telescopes: summed over rounds, the means differ from the exact ones by the
+    current mean residual alone. A participant of weight 0 is absent, and keeps its residual.
+    Weights need one small all-reduce first.
 
-    What is sent, with b bits per value, n participants and a mesh axis of d devices, per value that
-    a device receives:
+    What a device receives per value, with b bits per value and a mesh axis of d devices:
 
-    - all-gather: every device receives all words, and decodes and adds them in float32: n b (d - 1)
-      / d bits.
-    - all-to-all: every device receives one of d parts of all words, decodes and adds them, and the
-      means are all-gathered in float32: (n b / d + 32) (d - 1) / d bits.
-    - all-reduce: participants are simulated. Each update is encoded and decoded where it is made,
-      and the mean is a `federated_mean`: 64 (d - 1) / d bits. With a `chunk_size`, its memory does
-      not grow with the number of participants.
+    - all-gather: every device decodes all words, and adds in float32: n b (d - 1) / d bits.
+    - all-to-all: every device decodes and adds one of d parts, and the means are all-gathered in
+      float32: (n b / d + 32) (d - 1) / d bits.
+    - all-reduce: each update is encoded and decoded where it is made, for a `federated_mean`: 64 (d
+      - 1) / d bits. With a `chunk_size`, memory is flat in n.
 
-    The one with the fewest bits is compiled: `codecs.choose_exchange` tells which. With an island
-    on each device, it is the all-gather for up to 8 islands at 4 bits, and the all-to-all for more.
-    All three give the same mean, up to rounding in its last bits; the first two add in the same
-    order on every mesh. `fedpax.cost` counts the encoded bytes. The derivative is zero, as is the
-    derivative of rounding.
+    The one with the fewest bits is compiled (`codecs.choose_exchange`): with an island on each
+    device and 4 bits, the all-gather for up to 8 islands. All three give the same mean, up to
+    rounding in its last bits; the first two add in the same order on every mesh. The derivative is
+    zero.
 
-    With `mean_codec`, the mean is encoded too, once, before it is received:
-    mean = decode(encode(sum_i q_i / n)). The all-to-all then takes (n b / d + b') (d - 1) / d bits,
-    with b' bits per value of the mean: twice 4 bits instead of 4 (n - 1) are fewer from 3 islands.
-    It is another algorithm, on every mesh and without one: the rounding of the mean is lost, with
-    error feedback too.
+    With `mean_codec`, the mean is encoded too: mean = decode(encode(sum_i q_i / n)). The all-to-all
+    then takes (n b / d + b') (d - 1) / d bits, with b' bits per value of the mean. It is another
+    algorithm on every mesh: the rounding of the mean is lost, with error feedback too.
 
     A parameter of more than 65,536 entries is encoded with its minor axis sharded over the mesh
-    axes within a participant, such as `fsdp`, however these shard the parameter: each device sends
-    its part, and the resharding stays within the participant. Smaller parameters are gathered, and
-    each device sends the whole. On a mesh with automatic axes, a device sends rows of 128 words,
-    whatever the shape of a parameter: a TPU pads other shapes to tiles. One exception: a CPU
-    gathers a parameter for `top_k`; a TPU sorts each part where it is.
+    axes within a participant, such as `fsdp`: each device sends its part. Smaller parameters are
+    gathered, and each device sends the whole. On a mesh with automatic axes, a device sends rows of
+    128 words, because a TPU pads other shapes to tiles. A CPU gathers a parameter for `top_k`.
 
     Use error feedback with a fixed set of participants, such as islands. With sampled clients, the
     residual of one client is added to the update of another.
@@ -99,8 +90,7 @@ def compressed_mean(
 
     Returns:
         An aggregator with state `CompressedMeanState` and no metrics. The mean is computed in
-        float32 and has the dtype of the updates. These are float arrays; other dtypes raise a
-        `TypeError`.
+        float32 and has the dtype of the updates. Updates that are not floats raise a `TypeError`.
 
     Raises:
         TypeError: `codec` or `mean_codec` is not a codec, `decay` is not a number, or `seed` is not
@@ -168,7 +158,7 @@ def compressed_mean(
             if share is not None:  # an absent participant's update may be NaN
                 unsent = [jnp.where(share == 0, 0.0, x) for x in unsent]
             unsent = jax.lax.stop_gradient(unsent)
-            # Without the barrier a CPU encodes a word again for each value that it decodes from it.
+            # Else a CPU encodes a word again for each value that it decodes.
             words = jax.lax.optimization_barrier(coder.encode(index, unsent))
             words = mark_sent(words, instead_of=unsent)
             decoded = coder.decode(index, words)
@@ -182,8 +172,8 @@ def compressed_mean(
             return jax.tree.unflatten(tree, decoded if parts is None else words), residual
 
         residual = None if state.residual is None else jax.tree.leaves(state.residual)
-        # Shares need the sum of the weights before the first update is encoded. Weights that are
-        # applied after decoding do not: participants in chunks train once, and are not stored.
+        # Shares would need the sum of the weights first; weights after decoding let participants in
+        # chunks train once, and not be stored.
         weigh_decoded = parts is None and residual is None
         shares = None if weights is None or weigh_decoded else normalized_weights(weights)
         sent, residual = federated_map(send, _indices(placement), leaves, residual, shares)

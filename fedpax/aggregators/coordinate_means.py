@@ -16,12 +16,11 @@ from fedpax.primitives import federated_sum
 def coordinate_median() -> Aggregator:
     """Take the median of each coordinate over the present participants.
 
-    For an even number of participants it is the mean of the middle two. Fewer than half of the
-    participants cannot move a coordinate beyond the values of the others.
+    For an even number it is the mean of the middle two. Fewer than half of the participants cannot
+    move it beyond the values of the others.
 
-    It needs all updates at once: memory grows with the number of participants. On a mesh, one
-    all-to-all gives each device some coordinates of all participants, which it sorts locally. An
-    all-gather joins the medians.
+    Memory grows with the number of participants. On a mesh, one all-to-all gives each device some
+    coordinates of all participants, and an all-gather joins the medians.
 
     Returns:
         An aggregator without state and metrics. A participant is present if its weight is above 0;
@@ -139,9 +138,8 @@ def _coordinate_mean(
 
 def sort_rows(x: Float[Array, "participants ..."]) -> Float[Array, "participants ..."]:
     """Sort each coordinate over the participants, in ascending order."""
-    # On a CPU, XLA sorts one coordinate after another, with a call for each comparison. A bitonic
-    # sorting network compares whole rows instead, in `k (k + 1) / 2` steps for up to `2^k`
-    # participants: 21 for 64. Each step is a vectorized comparison. Other devices use XLA's sort.
+    # On a CPU, XLA sorts coordinates one by one, with a call for each comparison. A bitonic sorting
+    # network compares whole rows, in `k (k + 1) / 2` vectorized steps for `2^k` participants.
     # Reference: Batcher, Sorting networks and their applications, AFIPS 1968, section "Bitonic
     # sorters".
     return jax.lax.platform_dependent(x, cpu=_bitonic_sort, default=lambda x: jnp.sort(x, 0))

@@ -38,9 +38,8 @@ class NoiseState(NamedTuple):
 def add_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
     """Add Gaussian noise to the aggregate, on the server: `aggregate + N(0, stddev^2 I)`.
 
-    The noise is fresh in each round. It depends on the seed, the round and the leaf only, so it is
-    the same on every mesh. In stages, the server draws it from the operating system instead. For
-    differential privacy use `private_mean`, which fits the noise to the sensitivity of the sum.
+    The noise is fresh in each round, and the same on every mesh. In stages, the server draws it
+    from the operating system instead. For differential privacy use `private_mean`.
 
     Args:
         stddev: standard deviation of the noise of each coordinate, in the units of the update.
@@ -156,7 +155,7 @@ def add_server_noise(
     tree: chex.ArrayTree,
     stddev: float | jax.Array,
 ) -> chex.ArrayTree:
-    """Add independent `N(0, stddev^2)` noise to each coordinate: the server's own in stages."""
+    """Add `N(0, stddev^2)` noise to each coordinate: the server's own in stages."""
     if is_for_stages():
         return perturb(tree, jax.tree.map(server_noise, tree), stddev)
     return perturb(tree, _normal(round_key(seed, purpose, round_number), tree), stddev)

@@ -24,8 +24,7 @@ from fedpax.primitives import federated_map, federated_mean
 def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Aggregator:
     """Approximate the geometric median: the point with the least sum of distances to the updates.
 
-    The smoothed Weiszfeld algorithm minimizes `sum_i w_i ||u_i - v||` by repeated weighted means.
-    With smoothing nu, an iteration is
+    With smoothing nu, an iteration minimizes `sum_i w_i ||u_i - v||` by a weighted mean:
 
         b_i = w_i / max(nu, ||u_i - v||);   v <- sum_i b_i u_i / sum_i b_i.
 
@@ -35,11 +34,9 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
     Participants with less than half of the total weight cannot move the result arbitrarily far:
     the first point is at most 2 M from 0, for any length of their updates, and M is at most the
     largest norm of the other updates. If wrong updates have the fraction p of the weight, an
-    iteration reduces their part of the error by a factor of about (1 - p) / p, until v is among the
-    other updates.
+    iteration reduces their error by a factor of about (1 - p) / p.
 
-    Each iteration is one weighted mean, an all-reduce: the updates are kept on their participants'
-    devices. In addition, every device receives all norms and weights once.
+    Each iteration is an all-reduce; every device receives all norms and weights once.
 
     Args:
         num_iterations: number of iterations after the first point, at least 1. Default 8. The

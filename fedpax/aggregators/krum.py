@@ -32,10 +32,9 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
     with the smallest scores are averaged, at most `m - f - 2`. Krum's bound is `m >= 2 f + 3`. With
     fewer, a wrong update could be selected: the result is 0.
 
-    It needs all updates at once: memory grows with the number of participants. On a mesh, one
-    all-to-all gives each device some coordinates of all participants, for one matmul per leaf and
-    an all-reduce of the n x n distances. A second all-reduce averages the selected updates. The
-    distances are float32: they resolve differences above about 0.001 of the updates' norms.
+    Memory grows with the number of participants. On a mesh, one all-to-all gives each device some
+    coordinates of all participants; all-reduces add the n x n distances and the selected updates.
+    The float32 distances resolve differences above about 0.001 of the updates' norms.
 
     Args:
         num_byzantine: f, number of participants that may send wrong updates.
@@ -93,8 +92,7 @@ def distances_of_present(
     function: str, updates: chex.ArrayTree, weights: Weights, num_byzantine: int, factor: int
 ) -> tuple[Float[Array, "participants participants"], Bool[Array, " participants"]]:
     """Compute the squared distances of all pairs of updates, and which participants are present."""
-    # Returns the distances, and which participants are present, none if too few are. Both are
-    # server values.
+    # None is present if too few are. Both are server values.
     n = num_participants()
     if n < factor * num_byzantine + 3:
         most = (n - 3) // factor
@@ -114,8 +112,8 @@ def krum_order(
     num_byzantine: int,
 ) -> Int[Array, " participants"]:
     """Order participants by the sum of squared distances to their nearest neighbours."""
-    # The neighbours are the `m - f - 2` nearest, at least one. If scores are equal, as for two
-    # participants that are each other's single neighbour, the next neighbour decides.
+    # If scores are equal, as for two participants that are each other's single neighbour, the next
+    # neighbour decides.
     n = distances.shape[0]
     neighbour = here[None, :] & ~jnp.eye(n, dtype=bool)
     nearest = jnp.sort(jnp.where(neighbour, distances, jnp.nan), axis=1)  # NaN last
@@ -136,12 +134,10 @@ def bulyan(num_byzantine: int) -> Aggregator:
        `theta = m - 2 f` updates are selected.
     2. Each coordinate is the mean of the `theta - 2 f` selected values closest to their median.
 
-    Krum alone bounds the distance of the selected update, which leaves room for a large error in
-    one coordinate; the second step bounds each coordinate. For m present participants, f of which
-    may send wrong updates, the bound is `m >= 4 f + 3`. With fewer, the result is 0.
+    Krum leaves room for a large error in one coordinate; the second step bounds each coordinate.
+    The bound is `m >= 4 f + 3`. With fewer, the result is 0.
 
-    It needs the memory of `krum`. On a mesh, it sends what `coordinate_median` and the distances of
-    `krum` send: two all-to-alls, an all-reduce and an all-gather.
+    It needs the memory of `krum`, and on a mesh two all-to-alls, an all-reduce and an all-gather.
 
     Args:
         num_byzantine: f, number of participants that may send wrong updates.
@@ -183,9 +179,9 @@ def bulyan(num_byzantine: int) -> Aggregator:
 
         def reduce(x: Float[Array, "participants ..."]) -> Float[Array, ...]:
             x = sort_participants(x, chosen)
-            # The values closest to the median are neighbours in the sorted order. They start after
-            # the values that are farther below the median than the value `closest` places later is
-            # above it. Without signs, they could not start after equal values below the median.
+            # The closest values are a window of the sorted order. It starts after the values that
+            # are farther below the median than the value `closest` places later is above it; with
+            # signs, so that it can start after equal values below the median.
             below = median_of_sorted(x, count)[None] - x
             place = jax.lax.broadcasted_iota(jnp.int32, (n, *[1] * (x.ndim - 1)), 0)
             first = jnp.sum((place < count - closest) & (below > -jnp.roll(below, -closest, 0)), 0)

@@ -46,8 +46,8 @@ def privacy_spent(
 ) -> float:
     """Compute the epsilon of (epsilon, delta)-differential privacy after some rounds.
 
-    Sampled participants are better protected than participants of every round (amplification by
-    sampling). Say how cohorts are drawn; a shuffled pass over the population is neither of these:
+    Sampling improves privacy (amplification). Say how cohorts are drawn; a shuffled pass over
+    the population is neither of these:
 
     - Poisson: every participant joins each round independently, with `sampling_probability`.
       Neighbouring populations differ by one participant, added or removed.
@@ -59,15 +59,14 @@ def privacy_spent(
     No sampling is accounted exactly: k rounds are one with the noise multiplier `z / sqrt(k)`.
     Poisson sampling is accounted by privacy loss distributions, on a grid that is coarser the
     larger epsilon is, and a fixed size by the Renyi differential privacy bound of the reference.
-    Both are upper bounds, and at most epsilon without sampling for the same neighbouring
-    populations. Where that epsilon or the privacy loss of one round is above 100,000, the bound can
-    ignore sampling.
+    Both are upper bounds, and at most epsilon without sampling. Where that epsilon or the privacy
+    loss of one round is above 100,000, the bound can ignore sampling.
 
     Args:
         noise_multiplier: z, the standard deviation of the noise of the sum over the clipping norm.
             With adaptive clipping, the multiplier of both sums together, as in `private_mean`.
         num_rounds: number of rounds, at least 1.
-        delta: between 0 and 1, well below 1 over the population's size.
+        delta: well below 1 over the population's size.
         sampling_probability: probability of joining a round. Default None: no Poisson sampling.
         cohort_size: number of participants of a round. Default None: no sampling of a fixed size.
         num_clients: number of clients to draw from; given with `cohort_size`.
@@ -277,7 +276,7 @@ def _poisson_epsilon(
     event = dp.SelfComposedDpEvent(sampled, num_rounds)
     if before:
         event = dp.ComposedDpEvent([dp.GaussianDpEvent(noise / math.sqrt(before)), event])
-    # Bounds of integer orders are fast. They tell how large the losses of all rounds are.
+    # Bounds of integer orders are fast.
     renyi = dp.rdp.RdpAccountant(orders=[*range(2, 65), 128, 256, 512, 1024])
     renyi.compose(event)
     largest = max(loss, min(unsampled, renyi.get_epsilon(delta)))
@@ -338,10 +337,9 @@ def releases_per_round() -> int:
 
 
 class PrivacyAccountant(NamedTuple):
-    """Tells the epsilon that rounds with Gaussian noise, discrete or not, have spent.
+    """Tells the epsilon that rounds with Gaussian or discrete Gaussian noise have spent.
 
-    A private aggregator has one, `aggregator.accountant`, and its metric `"epsilon"` is computed by
-    it: it is the same in `jax.jit(round)` and on every engine.
+    `aggregator.accountant` of a private aggregator is one, and computes its metric `"epsilon"`.
 
     Each round counts as a release to every participant, without amplification by sampling.
 
@@ -380,8 +378,8 @@ class PrivacyAccountant(NamedTuple):
         if self.noise_multiplier < 1e-15:  # as good as none, and beyond float32
             return jnp.full((), math.inf) if isinstance(num_rounds, jax.Array) else math.inf
         rho = (num_rounds + self.releases_before) * (0.5 / self.noise_multiplier**2)
-        # Each order a gives a bound: rho a + log(1 - 1 / a) - log(delta a) / (a - 1). Its
-        # logarithms are of a - 1, because a is 1 in float32 where the noise is small.
+        # Each order a gives a bound: rho a + log(1 - 1 / a) - log(delta a) / (a - 1). In float32, a
+        # is 1 where the noise is small: a - 1 is used.
         beyond = jnp.sqrt(-math.log(self.delta) / rho) * jnp.array(_FACTORS)  # a - 1
         conversion = -jnp.log1p(1 / beyond) - (math.log(self.delta) + jnp.log1p(beyond)) / beyond
         epsilon = jnp.maximum(jnp.min(rho * (1 + beyond) + conversion), 0)

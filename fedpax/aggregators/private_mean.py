@@ -51,27 +51,25 @@ def private_mean(
 
         mean = (sum_i u_i min(1, C / ||u_i||) + N(0, (z C)^2 I)) / m.
 
-    Adding or removing one participant changes the sum by at most C. Therefore every present
-    participant has weight 1, for any number of examples, and m is fixed: it does not depend on
-    the number of present participants. `privacy_spent` and `noise_multiplier_for` relate z to
-    epsilon.
+    One participant changes the sum by at most C. Therefore every present participant has weight 1,
+    for any number of examples, and m is fixed. `privacy_spent` and `noise_multiplier_for` relate z
+    to epsilon.
 
-    With `quantile` gamma, C follows this quantile of the norms. A second noisy sum counts the norms
-    that are at most C, each as 1/2 and every other one as -1/2:
+    With `quantile` gamma, C follows this quantile of the norms. A second noisy sum counts norms up
+    to C:
 
         b = 1/2 + (sum_i ([||u_i|| <= C] - 1/2) + N(0, s^2)) / m;  C <- C exp(-eta (b - gamma)).
 
-    Both sums together have the privacy of one sum with noise multiplier z. For this, the
-    noise of the updates is increased to `z' C` with `z' = (z^-2 - (2 s)^-2)^(-1/2)`.
+    Both sums together have the privacy of one with noise multiplier z: the noise of the updates is
+    `z' C` with `z' = (z^-2 - (2 s)^-2)^(-1/2)`.
 
     The guarantee covers the model and the metrics of this aggregator, not the metrics of clients,
-    such as `"loss"`, which have no noise. Methods that sum more which changes the model have no
-    guarantee, and no metric `"epsilon"`: their `FederatedAlgorithm.sent_exactly` names it.
+    such as `"loss"`. Methods that sum more without noise have no guarantee, and no metric
+    `"epsilon"`: their `FederatedAlgorithm.sent_exactly` names it.
 
-    In one program, such as `jax.jit(round)`, this is a simulation: the noise comes from the seed,
-    and a reader who knows it can subtract the noise. In stages (`fedpax.stages`, and so over sites
-    and on nodes), the server draws the noise of each run from the operating system's randomness,
-    and the seed has no effect.
+    In one program, such as `jax.jit(round)`, this is a simulation: the seed tells the noise. In
+    stages (`fedpax.stages`, and so over sites and on nodes), the server draws the noise of each run
+    from the operating system's randomness, and the seed has no effect.
 
     Args:
         max_norm: C, above 0; with `quantile`, its initial value.
@@ -91,16 +89,15 @@ def private_mean(
         count_stddev: s, above `noise_multiplier / 2`. Default None: m / 20, as in the paper.
 
     Returns:
-        An aggregator with state `PrivateMeanState`. A participant is present if its weight is above
-        0; the weights have no other effect. Sums and noise are float32, and the result has the
-        dtype of the updates, float32 for integers. An update whose norm is infinite or NaN counts
-        as 0. The noise is the same on every mesh. Methods give an aggregator only the parameters
-        that the client optimizer moves: those under `optax.set_to_zero` get no noise. In a round in
-        which all participants are absent, the noise moves the model. Metrics: `"max_norm"`, C,
-        `"noise_stddev"`, the standard deviation of each coordinate of the mean, and with noise
-        `"epsilon"`, spent by this round and all rounds before it (`accountant.epsilon`), an upper
-        bound without amplification by sampling. `privacy_spent` computes the smaller epsilon of
-        sampled cohorts.
+        An aggregator with state `PrivateMeanState`. Participants of a weight above 0 are present,
+        with equal weights. Sums and noise are float32, and the result has the dtype of the updates,
+        float32 for integers. An update whose norm is infinite or NaN counts as 0. The noise is the
+        same on every mesh. Methods give an aggregator only the parameters that the client optimizer
+        moves: those under `optax.set_to_zero` get no noise. If all participants are absent, the
+        noise moves the model. Metrics: `"max_norm"`, C, `"noise_stddev"`, the standard deviation of
+        each coordinate of the mean, and with noise `"epsilon"`, spent by this round and all rounds
+        before it (`accountant.epsilon`), without amplification by sampling, which `privacy_spent`
+        counts.
 
     Raises:
         TypeError: an argument is not a number, or `seed` is not an int.

@@ -57,9 +57,8 @@ def private_secure_mean(
 ) -> Aggregator:
     """Average updates with noise from all participants, as integers under masks.
 
-    No server is trusted: it sees the sum alone, and the sum is private. With n participants,
-    clipping norm C, d entries and noise multiplier z, participant i sends, under the masks of
-    `secure_mean`, modulo 2^32,
+    The server sees the sum alone, which is private. With n participants, clipping norm C, d entries
+    and noise multiplier z, participant i sends, under the masks of `secure_mean`, modulo 2^32,
 
         k_i = round(R u_i / C min(1, C / ||u_i||)) + N_Z(0, s^2 / t),   s = z (R + sqrt(d) / 2),
 
@@ -68,17 +67,16 @@ def private_secure_mean(
     one update changes the sum by at most `R + sqrt(d) / 2`. R is at most 2^20 and as large as the
     sum permits.
 
-    The noise of t participants or more has at least the stated variance. With fewer, the protocol
-    aborts: the result is 0. For epsilon, neighbouring cohorts differ in one participant's update,
-    replaced by 0: `privacy_spent(discrete=True, ...)`, without amplification by sampling.
+    With fewer than t participants, the protocol aborts: the result is 0. For epsilon, neighbouring
+    cohorts differ in one participant's update, replaced by 0: `privacy_spent(discrete=True, ...)`,
+    without amplification by sampling.
 
-    In one program, such as `jax.jit(round)`, this is a simulation, reproducible by its seed: noise
-    and masks come from a hash of a known seed, in float32, so that they protect nothing.
+    In one program, such as `jax.jit(round)`, this is a simulation: noise and masks come from a hash
+    of a known seed, and protect nothing.
 
-    In stages (`fedpax.stages`), nothing depends on the seed: each participant that answers draws
-    its share of the noise from the operating system, in each round anew, and sends only its masked
-    sum with k_i. The engine masks the terms (see `secure_mean`), and opens no sum of fewer than t
-    participants. If fewer answer, the round is repeated or fails.
+    In stages (`fedpax.stages`), each participant that answers draws its noise from the operating
+    system instead. The engine masks the terms (see `secure_mean`), and opens no sum of fewer than t
+    participants: the round is repeated or fails.
 
     Args:
         max_norm: C, above 0.
@@ -92,13 +90,13 @@ def private_secure_mean(
         num_neighbors: as in `secure_mean`.
 
     Returns:
-        An aggregator with state `PrivateSecureMeanState`. A participant is present if its
-        weight is above 0; the weights have no other effect. An update whose norm is infinite or NaN
-        counts as 0. The result has the dtype of the updates, float32 for integers. Metrics:
-        `"noise_stddev"`, the standard deviation of each coordinate of the mean, `"num_present"`,
-        and `"epsilon"`, spent by this round and all rounds before it (`accountant.epsilon`). It
-        holds for the model, not for metrics, which have no noise. A method that sums more which
-        changes the model, such as the controls of `scaffold`, has no metric `"epsilon"`.
+        An aggregator with state `PrivateSecureMeanState`. Participants of a weight above 0 are
+        present, with equal weights. An update whose norm is infinite or NaN counts as 0. The result
+        has the dtype of the updates, float32 for integers. Metrics: `"noise_stddev"`, the standard
+        deviation of each coordinate of the mean, `"num_present"`, and `"epsilon"`, spent by this
+        round and all rounds before it (`accountant.epsilon`). It holds for the model, not for
+        metrics, which have no noise. Methods that sum more, such as `scaffold`, have no metric
+        `"epsilon"`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -118,8 +116,8 @@ def private_secure_mean(
     Reference:
         Kairouz et al., The Distributed Discrete Gaussian Mechanism for Federated Learning with
         Secure Aggregation, arXiv:2102.06387, algorithms 1 and 2, proposition 14. Their random
-        rotation and conditional randomized rounding save bits of the modulus. With 32 bits,
-        rounding to the nearest integer hardly increases the sensitivity.
+        rotation and randomized rounding save bits of the modulus; with 32 bits, rounding to the
+        nearest hardly increases the sensitivity.
     """
     name = "private_secure_mean"
     max_norm = check_norm(name, "max_norm", max_norm)
@@ -222,10 +220,10 @@ def draw_discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> In
     # accepted with a probability proportional to `exp((t^2 - k^2) / (2 stddev^2)) = exp(u (2 k + u)
     # / (2 stddev^2))`.
     #
-    # From there on, k is `floor(t)` plus a uniform integer, because the 24 random bits behind t
-    # leave gaps between large integers. The integer has `stddev / 16` to `stddev / 8` values. Its
-    # variance and the rounding variance are left out of t. With the float32 numbers drawn here, the
-    # total variation distance from the discrete Gaussian distribution is below 4e-6.
+    # From there on, k is `floor(t)` plus a uniform integer of `stddev / 16` to `stddev / 8` values,
+    # because the 24 random bits behind t leave gaps. Its variance and the rounding variance are
+    # left out of t. The total variation distance from the discrete Gaussian distribution is below
+    # 4e-6.
     sharding = known_sharding(like)
     if stddev >= DITHERED_STDDEV:
         first, second, third = jax.random.bits(key, (3,), jnp.uint32)

@@ -48,21 +48,18 @@ def quantized_mean(num_levels: int) -> Aggregator:
         c_i = x_i + e_i;   k_i = clip(round(c_i / s + (L - 1) / 2), 0, L - 1);
         q_i = s (k_i - (L - 1) / 2);   e_i <- c_i - q_i;   mean = sum_i q_i / n.
 
-    Error feedback makes the quantization error telescope: summed over rounds, the means differ from
-    the exact ones only by the current mean residual. The step s is one number per leaf, shared by
-    all participants: the optimum for a normal distribution with the participants' mean of |c_i|.
-    It needs one small all-reduce before the codes are sent.
+    The error telescopes: summed over rounds, the means differ from the exact ones by the current
+    mean residual alone. All participants share the step s of a leaf, from one small all-reduce: the
+    optimum for a normal distribution with their mean of |c_i|.
 
-    The integers k_i are sent, not the floats q_i. Since all participants share s, the integers can
-    be summed: an entry is a digit in base n (L - 1) + 1, and a 32-bit word holds as many digits as
-    fit. With four participants, one word holds 13 entries for two levels and 8 entries for four
-    levels. A word packs adjacent entries of one axis. The number of entries per word divides the
-    length of the axis where possible, so that a sharded leaf stays sharded. The sum is an ordinary
-    `federated_sum` of uint32 words, on any mesh.
+    The integers k_i are sent and summed: an entry is a digit in base n (L - 1) + 1 of a 32-bit
+    word. With four participants, one word holds 13 entries for two levels and 8 for four levels. A
+    word packs adjacent entries of one axis, and divides it where possible, so that a sharded leaf
+    stays sharded. The sum is a `federated_sum` of uint32 words, on any mesh.
 
     With weights w_i, x_i is scaled by n w_i / sum_i w_i before quantization, which needs one more
-    small all-reduce. A participant of weight 0 is absent: it contributes nothing to the mean and to
-    the step, and keeps its residual. The derivative is zero, as of `jnp.round`.
+    small all-reduce. A participant of weight 0 is absent, and keeps its residual. The derivative is
+    zero.
 
     Use it with a fixed set of participants, such as islands. With sampled clients, the residual of
     one client is added to the update of another.
@@ -73,9 +70,8 @@ def quantized_mean(num_levels: int) -> Aggregator:
 
     Returns:
         An aggregator with state `QuantizedMeanState` and no metrics. The mean is computed in
-        float32 and has the dtype of the updates. These are float arrays; other dtypes raise a
-        `TypeError`. A `ValueError` is raised where a 32-bit word cannot hold the sum of the
-        participants' codes.
+        float32 and has the dtype of the updates. Updates that are not floats raise a `TypeError`,
+        and sums of codes beyond 32 bits a `ValueError`.
 
     Raises:
         TypeError: `num_levels` is not an int.
@@ -229,9 +225,8 @@ def choose_packing(
     shards: tuple[int, ...] | None = None,
 ) -> Packing:
     """Choose the packing with the fewest words."""
-    # Among equal packings, the number of words with more factors of 2 is preferred, because the
-    # words can then stay sharded. A word never spans two shards. The shards are known for explicit
-    # mesh axes only.
+    # Among equal packings, more factors of 2 in the number of words let the words stay sharded. A
+    # word never spans two shards, which explicit mesh axes alone tell.
     base = participants * (num_levels - 1) + 1
     most = next((d for d in range(32, 0, -1) if base**d <= WORD), 0)
     if not most:

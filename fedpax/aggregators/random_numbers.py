@@ -23,8 +23,7 @@ PURPOSES = (
 
 _STREAMS = 2**32 - 1  # folded in before the indices of streams: no purpose or round has this number
 
-# The cache of `jax.jit` depends on a user context: a jitted function that is called in two streams
-# is traced once for each.
+# The cache of `jax.jit` depends on a user context: it traces a function once for each stream.
 _indices = jax.make_user_context(())
 
 
@@ -32,9 +31,9 @@ _indices = jax.make_user_context(())
 def random_stream(index: int) -> Iterator[None]:
     """Draw the random numbers of aggregators from their own stream within the context.
 
-    A method that keeps several states of one aggregator, one per cluster or per fragment, calls
-    `aggregate` in a stream per state. Without it, aggregates of the same shape have the same noise,
-    masks and rounding in a round, so that their difference is free of noise.
+    A method with several states of one aggregator, such as one per cluster, calls `aggregate` in a
+    stream per state. Otherwise their noise, masks and rounding in a round are equal, and their
+    difference is free of noise.
 
     Args:
         index: index of the stream, a Python int of at least 0: the number of the state. Stream 0
@@ -111,9 +110,8 @@ def random_words(
     key: Key[Array, ""], shape: tuple[int, ...], sharding: P | None = None
 ) -> UInt32[Array, "..."]:
     """Draw random words: a hash of their indices and the key, the same on any mesh."""
-    # Unlike words of `jax.random`, they need no loop over arrays: the compiler fuses them into what
-    # reads them. They pass for random in a simulation, and hide nothing from an adversary. With one
-    # key, no word repeats within 2^32 indices.
+    # Unlike words of `jax.random`, they are fused into what reads them. They hide nothing from an
+    # adversary. With one key, no word repeats within 2^32 indices.
     first, second = jax.random.bits(key, (2,), jnp.uint32)
     return rehash(hashed_indices(first, shape, sharding), second)
 

@@ -52,14 +52,13 @@ def secure_mean(
     Pairs of participants share masks of opposite signs. A participant of weight 0 drops out after
     the masks are agreed on: the server then recomputes the masks that its neighbours have added,
     and the self masks of the m present participants. The integer sum is exact for any set of
-    dropouts, so the only error is the quantization: at most s / 2 in each entry.
+    dropouts, so the only error is the quantization, at most s / 2.
 
-    In one program, such as `jax.jit(round)`, this is a simulation of the protocol: of its cost,
-    quantization and dropouts. It has no key agreement or secret sharing, and the masks come from
-    JAX's generator with a known seed: it gives no security. A participant generates one
-    pseudo-random vector per neighbour, each as large as the update. The server generates the same
-    number for recovery: 2 n^2 vectors per round without `num_neighbors`. With a `chunk_size`,
-    memory is flat in the number of participants.
+    In one program, such as `jax.jit(round)`, this simulates cost, quantization and dropouts of the
+    protocol, without key agreement or secret sharing: masks from a known seed give no security. A
+    participant generates one pseudo-random vector per neighbour, each as large as the update, and
+    the server the same number: 2 n^2 per round without `num_neighbors`. With a `chunk_size`, memory
+    is flat in the number of participants.
 
     In stages (`fedpax.stages`), participants send the integers k_i, and the engine masks them with
     keys that participants agree on: Flower with `secure=true`, and sites with `--secure_sums`.
@@ -70,16 +69,16 @@ def secure_mean(
         bits: bits per entry before masking, 2 to 24. The sum of n participants needs
             `n (2^(bits - 1) - 1) < 2^31`.
         num_neighbors: number of participants that each participant shares masks with, an even
-            number. They are its neighbours on a random ring that changes every round. Default None:
-            all other participants.
+            number. They are its neighbours on a random ring, new in each round. Default None: all
+            other participants.
         seed: int, seed of the masks. The result does not depend on it.
 
     Returns:
-        An aggregator with state `SecureMeanState`. A participant is present if its weight is
-        above 0; all present participants have the same weight. A NaN entry is sent as 0. The result
-        has the dtype of the updates, float32 for integers; 0 if no participant is present.
-        Metrics: `"clipped_entry_fraction"`, the fraction of the entries of present participants
-        outside [-r, r], and `"num_present"`, the number of present participants.
+        An aggregator with state `SecureMeanState`. All participants of a weight above 0 are
+        present, with equal weights. A NaN entry is sent as 0. The result has the dtype of the
+        updates, float32 for integers; 0 if no participant is present. Metrics:
+        `"clipped_entry_fraction"`, the fraction of present participants' entries outside [-r, r],
+        and `"num_present"`, their number.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -197,8 +196,8 @@ def engine_sum(
     least: int = 1,
 ) -> chex.ArrayTree:
     """Sum the integers `encode(update)` of participants, in stages whose engine masks the sums."""
-    # All participants that answer add their `noise`; those that are not `here` add nothing else.
-    # The engine sums over `least` participants or more.
+    # Participants that answer and are not `here` add their `noise` alone. The engine sums over
+    # `least` participants or more.
 
     def send(
         update: chex.ArrayTree, here: Bool[Array, ""], noise: chex.ArrayTree
@@ -285,8 +284,8 @@ def left_over(
     here: Bool[Array, " n"],
 ) -> Leaves:
     """Recompute the part of a present participant's masks that does not cancel."""
-    # The server does this after it knows which participants are present, from the seeds that the
-    # participants have shared secretly: p_ii, and the p_ij of absent neighbours.
+    # The server does this from the seeds that participants have shared secretly: p_ii, and the p_ij
+    # of absent neighbours.
     draw = _vectors(index, graph, shapes)
     if not graph.num_neighbors:  # a single participant
         return draw(index)
@@ -296,7 +295,7 @@ def left_over(
     def add_absent(t: Int[Array, ""], left: list[jax.Array]) -> list[jax.Array]:
         return _add(left, draw(absent_first[t]))
 
-    # A loop over absent neighbours alone: most are present, and their vectors cost as much.
+    # Most neighbours are present: their vectors would cost time.
     return jax.lax.fori_loop(0, jnp.sum(~here[neighbors]), add_absent, draw(index))
 
 
@@ -313,8 +312,7 @@ def _vectors(
     shapes: Sequence[tuple[tuple[int, ...], P | None]],
 ) -> Callable[[Int[Array, ""]], list[jax.Array]]:
     """Return the function j -> p_ij for j >= i, and -p_ij for j < i."""
-    # All pairs share the hash of the indices, which takes as long as the rest of a vector. Its key
-    # belongs to no pair: pairs have numbers below n.
+    # Pairs, numbered below n, share the hash of the indices: half of the time.
     shared = jax.random.fold_in(graph.key, graph.order.shape[0])
     first = jax.random.bits(shared, (len(shapes),), jnp.uint32)
     hashed = [hashed_indices(seed, *shape) for seed, shape in zip(first, shapes, strict=True)]

@@ -18,8 +18,8 @@ from fedpax.transforms.marks import SENT, SERVER
 def mark_sent(values: chex.ArrayTree, *, instead_of: chex.ArrayTree) -> chex.ArrayTree:
     """Mark values that a participant sends instead of its update. Inside a mapped function.
 
-    An aggregator that compresses updates marks the encoded arrays. `fedpax.cost` counts their bytes
-    as the compressed size of the update. The mark does not change the compiled program.
+    `fedpax.cost` counts the bytes of marked arrays as the compressed size of the update. The mark
+    does not change the compiled program.
 
     Args:
         values: a pytree of arrays, such as packed codes and their scale.
@@ -43,9 +43,8 @@ def mark_sent(values: chex.ArrayTree, *, instead_of: chex.ArrayTree) -> chex.Arr
 
 def mark_server(values: chex.ArrayTree) -> chex.ArrayTree:
     """Mark values as computed by the server. Inside a mapped function."""
-    # A server with much work, such as the recovery of masks, shares it among the participants'
-    # devices by a map. `fedpax.cost` counts the FLOPs of a map with marked values as the
-    # server's, and no bytes. The mark does not change the compiled program.
+    # A server shares much work, such as the recovery of masks, among the participants' devices by a
+    # map. `fedpax.cost` counts the FLOPs of this map as the server's, and no bytes.
     return jax.tree.map(lambda x: checkpoint_name(x, SERVER), values)
 
 
@@ -59,10 +58,9 @@ _work: contextvars.ContextVar[TransferWork | None] = contextvars.ContextVar("wor
 @contextlib.contextmanager
 def under_transfers(work: TransferWork) -> Iterator[None]:
     """Do a method's work under the transfers of the aggregators in this context."""
-    # A method such as `streaming_diloco` hides a transfer behind local steps that do not depend on
-    # it. If an aggregator has two transfers, and the second one depends on the first, each needs
-    # separate steps. The aggregator then calls `work_under_transfer` after each of them. An
-    # aggregator with a single transfer does not: the method does its work after `aggregate`.
+    # `streaming_diloco` hides a transfer behind local steps. An aggregator with two transfers, the
+    # second of which depends on the first, calls `work_under_transfer` after each of them. With a
+    # single transfer, the method does its work after `aggregate`.
     token = _work.set(work)
     try:
         yield

@@ -47,11 +47,10 @@ def export_stages(
 ) -> Artifact:
     """Write stages to a folder that `fedpax.deploy.runtime` runs with JAX and NumPy alone.
 
-    The folder holds the client's function of each stage, the merge of two terms, the fold of any
-    number of terms, and the server's parts: as exports of JAX (`.jax`) and, of the client, as
-    portable StableHLO (`.stablehlo`) for other runtimes. `manifest.json` lists the messages with
-    names, shapes and dtypes, the files with their sha256, versions, and the last day of use.
-    Source locations are removed: the same program gives the same files.
+    The folder holds the client's function of each stage, the merge and the fold of terms, and the
+    server's parts as exports of JAX (`.jax`), and the client's as portable StableHLO
+    (`.stablehlo`). `manifest.json` lists messages, files with their sha256, versions, and the last
+    day of use. The same program gives the same files.
 
     Args:
         stages: the stages, as `fedpax.stages` makes them.

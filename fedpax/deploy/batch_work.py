@@ -85,9 +85,9 @@ class EachClient(NamedTuple):
 class BatchWork(NamedTuple):
     """What each process of a job needs, to be pickled.
 
-    `noise_key` is the key of the server's noise, the same where a round is repeated. `data` has the
-    name and leaf of each own value that is data; `states`, by `PARTICIPANT` and `CLIENT`, the names
-    of values kept between rounds, which are `first` at first.
+    `noise_key` makes a repeated round equal. `data` has the name and leaf of each own value that is
+    data; `states`, by `PARTICIPANT` and `CLIENT`, the names of kept values, which are `first` at
+    first.
     """
 
     job: str

@@ -46,17 +46,16 @@ def run_beam(
     """Run rounds of a program on Apache Beam, in one pipeline.
 
     The server's results take the place of its arguments in the next round, as in
-    `round(state, cohort) -> (state, metrics)`. States that participants keep stay in the pipeline
-    between rounds: a row of a client store with its client, other states with the participant of
-    their number. All participants of a round answer, or the pipeline fails.
+    `round(state, cohort) -> (state, metrics)`. States that participants keep stay in the pipeline:
+    a row of a client store with its client, other states with the participant of their number. All
+    participants answer, or the pipeline fails.
 
     Args:
         program: a function decorated with `fedpax.program`, such as the `round` of an algorithm.
             Its last argument is the data of the participants.
         *args: its other arguments: arrays.
-        clients: opens the clients, and is called in each process: a function without arguments,
-            which is pickled. `fedpax.data.cohort_rounds` returns such clients, and
-            `fedpax.deploy.EachClient` makes them from a function.
+        clients: opens the clients in each process: a function without arguments, which is pickled.
+            `fedpax.data.cohort_rounds` and `fedpax.deploy.EachClient` make clients.
         rounds: number of rounds.
         first_round: number of the first round, for jobs that continue others.
         flags: flags of the pipeline, such as `["--runner=FlinkRunner", ...]`. Default: Beam's

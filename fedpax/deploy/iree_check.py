@@ -35,17 +35,8 @@ def check_compiled(artifact: Artifact, stage: int, module: Path, command: str) -
     """Compare the results of a compiled stage with JAX's, for several numbers of steps.
 
     Floats are drawn from [0, 1), masks are mostly true, arrays of integers are 0 and 1, and each
-    integer scalar, such as a number of steps, is the number of a draw. A difference is allowed as
-    far as a change of the floats by 1e-6 explains it.
-
-    Args:
-        artifact: the exported stages.
-        stage: number of the stage.
-        module: its participant's part, compiled for this machine.
-        command: the path of `iree-run-module`.
-
-    Raises:
-        CompilationError: the compiled part does not run, or a result differs.
+    integer scalar is the number of a draw. A difference is allowed as far as a change of the floats
+    by 1e-6 explains it.
     """
     messages = artifact.manifest["stages"][stage]
     given = [_Value("index", "index", [], "int32")] + [

@@ -21,10 +21,9 @@ _TARGETS = {
 def compile_client(folder: str | Path, out: str | Path, *, target: str = "host") -> None:
     """Compile the participant's part of each stage of exported stages by IREE.
 
-    Writes for each stage `client_N.vmfb`, which IREE's runtime runs on the device, and
-    `client_N.json`, its messages. `fedpax.deploy.iree_client` runs them with IREE's Python runtime
-    and NumPy alone. Each stage is also compiled for this machine, and its results are compared with
-    JAX's for drawn values and several numbers of steps: IREE can change a program without an error.
+    Writes for each stage `client_N.vmfb` and `client_N.json`, its messages, which
+    `fedpax.deploy.iree_client` runs. Each stage is also compiled for this machine, and compared
+    with JAX: IREE can change a program without an error.
 
     Args:
         folder: a folder that `export_stages` wrote.

@@ -39,9 +39,8 @@ def run_local(
         stages: the stages, as `fedpax.stages` makes them.
         *args: the arguments of the program, all of them arrays.
         participants: the participants that answer. The others keep their states. Default None: all.
-        processes: number of processes to which the participants are dealt. A process has the values
-            of its participants alone, and runs the exported stages; with the number of
-            participants, each has its own process. Default None: all run in this process.
+        processes: number of processes to which the participants are dealt, which run the exported
+            stages. Default None: all run in this process.
 
     Returns:
         The result of the program.
@@ -265,15 +264,15 @@ def run_out_of_core(
 ) -> list[Any]:
     """Run rounds of a program, with the data of one chunk of participants read at a time.
 
-    It is `fedpax.out_of_core(program, chunk_size)` in a loop, with data from the same clients as
-    `fedpax.deploy.beam.run_beam`: at most two chunks of them are in memory.
+    It is `fedpax.out_of_core(program, chunk_size)` in a loop: at most two chunks of data are in
+    memory.
 
     Args:
         program: a function decorated with `fedpax.program`, such as the `round` of an algorithm.
             Its last argument is the data of the participants.
         *args: its other arguments: arrays.
         clients: opens the clients: a function without arguments.
-        chunk_size: number of participants whose data are in memory at a time.
+        chunk_size: number of participants of a chunk.
         rounds: number of rounds. The first result of a round is the first argument of the next, as
             in `round(state, cohort) -> (state, metrics)`.
         first_round: number of the first round.
@@ -349,7 +348,7 @@ class _RoundLeaf:
         if rows is not Ellipsis:
             start, stop, _ = rows.indices(self.shape[0])
             return np.asarray(self._read(start, stop)[self._place])
-        # The server reads a leaf of all participants, such as their numbers: the other leaves of a
-        # chunk are read too, and dropped.
+        # For a leaf of all participants, such as their numbers, the other leaves are read too, and
+        # dropped.
         size, total = self._chunk_size, self.shape[0]
         return np.concatenate([self[i : min(i + size, total)] for i in range(0, total, size)])

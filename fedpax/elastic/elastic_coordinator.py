@@ -1,7 +1,7 @@
 """The coordinator of an elastic job (`--keeper`): decides which processes train together.
 
-Each process has a supervisor, which starts a training process. A **generation** is a run of the
-training processes. It ends when one of them ends, or a supervisor leaves or joins.
+A **generation** is a run of the supervisors' training processes, until one ends, or a supervisor
+leaves or joins.
 """
 
 import contextlib

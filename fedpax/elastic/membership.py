@@ -64,9 +64,8 @@ class Membership:
 
     def rejoin(self, state: State, saved: Sequence[int]) -> State:
         """Give participants that were absent from a checkpoint the state of their newest copy."""
-        # The processes of a participant use the newest round of which all of them have a copy.
-        # Without one, its state, which follows from the states of the other participants, does not
-        # change. A collective.
+        # From the newest round of which all processes of a participant have a copy; without one,
+        # its state does not change. A collective.
         participants = self.participants or []
         absent = [number for number in participants if number not in saved]
         if not absent:

@@ -256,8 +256,8 @@ def _free_port() -> int:
 class TrainingProcess:
     """The training process of a supervisor: `fedpax train` with these arguments and variables."""
 
-    # Its input is a pipe that only the supervisor can write to. It is closed when the supervisor
-    # ends, also by SIGKILL, and ends the training process (`end_with_supervisor`).
+    # Its input is a pipe, which closes when the supervisor ends, also by SIGKILL, and ends the
+    # training process (`end_with_supervisor`).
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(

@@ -2,9 +2,6 @@
 
 - `syncer`: the process that holds the outer model (`run_syncer`).
 - `island`: the processes that train (`join`).
-
-Beside them: the parts of the method that both run, the format of a fragment, and the identity of
-the data. `fedpax.algorithms.diloco` has its islands in one program.
 """
 
 from typing import TYPE_CHECKING

@@ -96,9 +96,8 @@ SEED = 0
 class FragmentFormat:
     """The arrays of one fragment's update, encoded on an island and decoded at the syncer."""
 
-    # Without a codec an update is the outer gradient in float32. With one it is the codec's words;
-    # their random key depends on the island's shard and on the fragment's number of merges, as in
-    # `fedpax.aggregators.compressed_mean`.
+    # Without a codec an update is the outer gradient in float32. The random key of a codec's words
+    # depends on the island's shard and the fragment's number of merges.
 
     def __init__(self, parts: AlgorithmParts, part: chex.ArrayTree) -> None:
         self._codec = parts.codec

@@ -28,8 +28,7 @@ NUM_FIRST_BYTES = 4096
 
 def gather_json(value: Any) -> list[Any]:
     """Return the JSON values of all processes, in the order of the processes. A collective."""
-    # Values of up to 4 KiB take one collective, which is compiled once; if one is larger, a second
-    # collective has the rest.
+    # Larger values than 4 KiB take a second collective.
     text = json.dumps(value).encode()
     length = len(text).to_bytes(NUM_LENGTH_BYTES, "little")
     firsts = _gather(length + text[:NUM_FIRST_BYTES], NUM_LENGTH_BYTES + NUM_FIRST_BYTES)
@@ -68,9 +67,8 @@ def _gather(content: bytes, size: int) -> list[bytes]:
 class Broadcast:
     """Brings an array in the memory of process 0's host to the devices of all processes."""
 
-    # `lay_out` divides the array among the devices of process 0, and copies nothing in the other
-    # processes. `read`, inside a compiled program, gathers it on every device with one all-reduce,
-    # or an all-gather in a job of one process. Neither waits for the devices.
+    # `read`, inside a compiled program, takes one all-reduce, or an all-gather in a job of one
+    # process.
 
     def __init__(self, mesh: Mesh, like: Any) -> None:
         devices = mesh.devices.ravel()
@@ -120,12 +118,11 @@ SECONDS_TO_FAIL = 10.0
 class ControlChannel(AbstractContextManager["ControlChannel"]):
     """A connection of process 0 with each other process, beside the devices; a context manager."""
 
-    # Unlike a collective, the channel does not wait for programs that were dispatched before. If a
-    # process ends without closing its channel, or is silent, every process that is connected with
-    # it calls `on_end`, in a thread; if it closes the channel because of an error, ten seconds
-    # later, unless they have closed theirs. All processes must make the channel at the same point
-    # of their programs. A process counts as silent after 40 seconds, because `jax.distributed`
-    # aborts processes 50 to 100 seconds after one is silent.
+    # Unlike a collective, the channel does not wait for earlier programs. If a process ends without
+    # closing its channel, or is silent, every process that is connected with it calls `on_end`, in
+    # a thread; after an error, ten seconds later. All processes must make the channel at the same
+    # point of their programs. `jax.distributed` aborts processes 50 to 100 seconds after one is
+    # silent: the channel waits for 40.
 
     def __init__(self, on_end: Callable[[str], None], silence: float = 40.0) -> None:
         self._on_end, self._silence = on_end, silence

@@ -43,8 +43,7 @@ class JobProcesses(NamedTuple):
 
 def find_job_processes(environment: Mapping[str, str] | None = None) -> JobProcesses | None:
     """Read the job from variables, by default the environment's; None: JAX may find it itself."""
-    # The explicit variables take precedence over a Slurm step's. A step's coordinator is its first
-    # host.
+    # A Slurm step's coordinator is its first host.
     environment = os.environ if environment is None else environment
     read = {name: environment.get(name, "") for name in EXPLICIT}
     explicit = [name for name, value in read.items() if value]
@@ -90,8 +89,7 @@ SECONDS_TO_TALK = 2.0
 def call_roll(processes: JobProcesses, timeout: float) -> None:
     """Wait until all processes of a job have connected.
 
-    If a process sends another count, or the number of another process, it raises at once. The other
-    processes continue to wait for the right one.
+    A process with another count, or the number of another process, raises at once.
 
     Args:
         processes: the processes.

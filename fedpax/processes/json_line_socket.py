@@ -111,8 +111,8 @@ def greetings(
     server: socket.socket, deadline: float, seconds: float
 ) -> Generator[tuple[socket.socket, JsonLine], None, None]:
     """Accept connections until `deadline`; yield each one, left open, with its message."""
-    # All connections are read beside each other, so that a slow one delays no other. A connection
-    # without a message within `seconds` is closed. The message is {} for a line of something else.
+    # A slow connection delays no other, and is closed after `seconds`. The message is {} for a line
+    # of something else.
     waiting: dict[socket.socket, _FirstLine] = {}  # the oldest first
     server.setblocking(False)
     with contextlib.ExitStack() as stack:

@@ -1,11 +1,9 @@
 """Secure sums of sites or nodes: the coordinator learns the sum of their integers alone.
 
 - `SiteSide` and `CoordinatorSide` are the two sides of the protocol of Bonawitz et al. (2017), as
-  state machines that exchange messages. They do not use the network.
+  state machines without network.
 - `fedpax.secure_sums.arithmetic` makes integers of floats, without an error of the sum.
 - `fedpax.aggregators.secure_mean.FixedPoint` makes integers of floats, as `secure_mean` does.
-
-Needs the package cryptography: `pip install "fedpax[sites]"` or `"fedpax[flower]"`.
 """
 
 from typing import TYPE_CHECKING

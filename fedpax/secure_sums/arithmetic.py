@@ -76,8 +76,7 @@ def add_mask(arrays: Codes, key: bytes, sign: int) -> None:
     """Add the mask of a key to uint32 arrays, or subtract it, in place and modulo 2^32."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
-    # The stream's words, little-endian, cover the arrays in the order of their names. The memory is
-    # one chunk's, however large the arrays are.
+    # The stream's words, little-endian, cover the arrays in the order of their names.
     encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor()
     for name in sorted(arrays):
         flat = arrays[name].reshape(-1)
@@ -175,9 +174,8 @@ def _subsets(places: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 # ---- numbers as integers of 32 bits whose sums are exact
 #
-# Floats are sent as multiples of 2^-24, in three words of 21 bits: the sums of the words do not
-# overflow, so the sum is exact. Each float32 is a multiple of 2^-149 and less than 2^128, for which
-# 14 words suffice.
+# Floats are sent as multiples of 2^-24, in three words of 21 bits, whose sums do not overflow. Each
+# float32 is a multiple of 2^-149 and less than 2^128: 14 words.
 
 WORDS, EXACT_WORDS, _BITS = 3, 14, 21
 _SCALE, _EXACT_SCALE = 2.0**24, 2**149

@@ -36,8 +36,8 @@ class CoordinatorSide:
 
     In each of the four phases it receives messages of sites, until `waiting` is empty or it waits
     no longer. `advance` then ends the phase, and returns the request for each site that is left.
-    Sites may drop out in any phase as long as `threshold` are left. A site whose values have not
-    arrived has dropped out of the sum; values that arrive later are of no use to the coordinator.
+    Sites may drop out in any phase as long as `threshold` are left; late values are of no use to
+    the coordinator.
 
     Args:
         session: the name of the sum, which no other sum has.
@@ -47,15 +47,15 @@ class CoordinatorSide:
             `2 threshold > n + c`. Default None: one more than half of the sites in the first phase.
         shapes: the shapes of the values by name. Default None: the shapes of the first site that
             sends values.
-        signer: checks the signatures of the sites' keys. Default None: they are checked by the
-            other sites alone, which leave a sum with a forged signature.
+        signer: checks the signatures of the sites' keys. Default None: the other sites alone check
+            them.
 
     Attributes:
         total: after the last phase, the sums modulo 2^32 of the present sites, int32 by name.
         present: the sites in the sum.
         phase: the current phase; "done" after the last one.
         suspects: sites that do not keep to the protocol, with reasons, although the sum may be
-            complete. A site is a suspect if several shares that it has sent or made do not fit.
+            complete.
     """
 
     def __init__(

@@ -91,8 +91,8 @@ def read_roster(fields: Mapping[str, Any], session: str) -> Roster:
     if named != session:
         raise SecureSumError(f"the coordinator mixes the sums {named[:100]!r} and {session!r}")
     count = len(sites)
-    # With half of the sites or fewer, one half could be told that a site is present, and the other
-    # half that it has dropped out: the coordinator would learn both secrets of the site.
+    # With half or fewer, the coordinator could tell one half that a site is present and the other
+    # that it is not, and learn both secrets of the site.
     if isinstance(threshold, bool) or not count // 2 < threshold <= count <= MAX_SITES:
         raise SecureSumError(
             f"the coordinator's threshold is {threshold} of {count} sites, expected more than half "

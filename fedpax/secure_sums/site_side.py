@@ -38,9 +38,8 @@ _PHASES = ("share", "mask", "reveal")
 class SiteSide:
     """One site's part in one secure sum: a state machine, which answers the coordinator's requests.
 
-    The site trusts the coordinator with nothing but the sum. It answers one request of each phase.
-    The same request, which the coordinator repeats if an answer was lost, has the same answer. Any
-    other one raises: it could tell the coordinator two secrets of one site.
+    The site answers one request of each phase, which may be repeated. Any other one raises: it
+    could tell the coordinator two secrets of one site.
 
     Args:
         name: the site's name.

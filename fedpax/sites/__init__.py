@@ -4,13 +4,6 @@
 - `run_coordinator`: the process that holds the model and asks the sites (`fedpax syncer`).
 - `take_part`: the process of a site (`fedpax join`).
 - `update_filters`: the updates that a merge drops (`drop_large`, `drop_harmful`).
-
-`fedpax.stages` divides a round into parts: a site runs the clients' part for each of its
-clients, merges their terms, and sends the merged terms alone. A site of one client sends encoded
-words instead if they are fewer bytes.
-
-`fedpax.islands` shares the guards, the identity of a run, and the files that the processes of both
-sides open (`site_process`).
 """
 
 import importlib

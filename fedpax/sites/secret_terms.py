@@ -299,7 +299,7 @@ def _encode(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     whole = [jnp.asarray(x) + e for x, e in zip(sums, unsent, strict=True)]
     coder = _coder(codec, number, whole)
-    # Without the barrier a CPU encodes a word again for each value that it decodes from it.
+    # Else a CPU encodes a word again for each value that it decodes.
     words = jax.lax.optimization_barrier(coder.encode(jnp.int32(site), whole))
     decoded = coder.decode(jnp.int32(site), words)
     return words, [x - q for x, q in zip(whole, decoded, strict=True)]

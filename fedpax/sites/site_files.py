@@ -88,8 +88,7 @@ Values = Mapping[str, np.ndarray]
 class KeptValues:
     """The states of a site's clients, such as SCAFFOLD's controls, by the client's name.
 
-    New states count once the coordinator has counted their round: a site that missed a deadline, or
-    that was killed, takes the former ones. The states of absent clients stay.
+    New states count once the coordinator has counted their round; else the former ones are used.
     """
 
     def __init__(self, folder: Path) -> None:

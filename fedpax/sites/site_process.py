@@ -53,8 +53,7 @@ class JoinResult(NamedTuple):
             of rounds in which it took part; over all of its processes.
         finished: whether the syncer has done all rounds.
         signal: the signal that stopped the call, or None.
-        gave_up: whether the call stopped because no syncer answered. If the run of the folder was
-            finished before, `finished` is True too.
+        gave_up: whether the call stopped because no syncer answered.
     """
 
     rounds: int

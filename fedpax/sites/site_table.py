@@ -23,7 +23,7 @@ class Attendance:
     """The deadlines that a site has missed, by the kind of the task."""
 
     # A round that the site was part of takes 1 back. A late answer is in time if the task ended
-    # early, because the site was not waited for.
+    # early.
 
     def __init__(self) -> None:
         self.missed: Counter[str] = Counter()

@@ -342,8 +342,8 @@ class TaskExchange:
         self, task: Task, quorum: int, seconds: float, stop: Callable[[], bool]
     ) -> dict[str, SiteReply] | None:
         """Ask sites; return the replies by name, sorted; None: `stop()`, or no quorum is left."""
-        # It returns when each site has answered, is silent or is overdue, or, after `seconds`, when
-        # a quorum has answered.
+        # It waits until each site has answered, is silent or is overdue, or, after `seconds`, for a
+        # quorum.
         deadline = time.monotonic() + seconds
         self._forget_replies()
         with self._changed:

@@ -38,9 +38,8 @@ def drop_large(
 ) -> tuple[Dropped, NormHistory]:
     """Drop the updates of this round whose norm is above `factor` medians of recent norms.
 
-    The median is over this round and the `window - 1` rounds before it, dropped updates included,
-    where each site counts once in a round: as long as sites that cheat are fewer than half, the
-    median lies between norms of other sites.
+    The median is over the norms of this round and the `window - 1` rounds before it, dropped
+    updates included: a minority of sites cannot move it beyond the norms of the others.
 
     Args:
         norms: the L2 norm of each site's update.
@@ -134,16 +133,14 @@ def drop_harmful(
 ) -> Dropped:
     """Drop the updates with which the merged model is worse on the coordinator's held-out data.
 
-    The update whose absence improves the model most is dropped if the model is better without it by
-    more than the tolerance, then the next one, until none is left that does so much harm. An update
-    is not scored alone: the model of an honest site that lacks some labels is worse alone, and the
-    merged model is better with it.
+    While the model is better without an update by more than the tolerance, the update whose absence
+    improves it most is dropped. An update is not scored alone: an honest site that lacks some
+    labels would have a bad score.
 
     Args:
         sites: the names of the sites with updates.
         evaluate: returns the metrics of the model that a merge of the updates of some sites makes;
-            without sites, of the present model. It is called once, and for each dropped site and
-            the last time once for each site that is left.
+            without sites, of the present model.
         rule: what is accepted.
         evaluate_without_each: yields each of some sites, in their order, with the metrics of the
             model that a merge of the other sites' updates makes. Default None: by `evaluate`.

@@ -112,10 +112,7 @@ class Connection:
 
     def call(self, message: Message, timeout: float) -> Message:
         """Send a message and wait at most `timeout` seconds for its answer."""
-        # Several threads may call at once; no call waits for another one. Do not write to the
-        # arrays of the message before the call ends. After a `RefusedError` do not repeat the call.
-        # A `DisconnectedError` means no answer in time: the message may have been handled; repeat
-        # the call later.
+        # No call waits for another one. Do not write to the arrays before the call ends.
         import grpc
 
         chunks = encode(message, self.max_message_bytes)
@@ -154,8 +151,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection; calls in progress raise `DisconnectedError`."""
-        # gRPC waits until the operating system has taken what it sends: on a stalled network, until
-        # keepalive closes the socket.
+        # On a stalled network, gRPC waits until keepalive closes the socket.
         closing = threading.Thread(target=self._channel.close, daemon=True)
         closing.start()
         closing.join(1.0)
@@ -179,20 +175,15 @@ def serve(
     keepalive: float = 5.0,
 ) -> MessageServer:
     """Serve messages: call `handler` for each, in threads, and send its result back."""
-    # `admission` guards the handler. With certificates it is asked before a message is read.
-    # If `handler` raises another exception than `RefusedError`, it is logged with its traceback,
-    # the peer gets a `DisconnectedError`, and the server continues. A malformed message is refused
-    # and logged. A function for `max_message_bytes` returns the limit of the next message.
-    # Memory for received messages is at most `max_calls * max_message_bytes`, and of a site with a
-    # certificate `max_calls_per_site * max_message_bytes`. It grows as bytes arrive: gRPC stops
-    # reading from a peer whose chunks are not consumed.
-    # Silent peers do not keep others from being answered: if all places for calls are taken, a new
-    # call ends the one that has waited longest for its peer. `max_calls` must be at least twice the
-    # number of honest peers' calls at a time. Connections take at most half of the files that the
-    # process may open; the server raises this number to the system's limit. It closes a connection
-    # that has no call for two minutes, or whose handshake takes longer than 10 seconds, or whose
-    # peer does not answer a ping, sent after `keepalive` seconds without traffic, within three
-    # times as long.
+    # With certificates, `admission` is asked before a message is read. If `handler` raises another
+    # exception than `RefusedError`, it is logged, and the peer gets a `DisconnectedError`. A
+    # function for `max_message_bytes` returns the limit of the next message. Memory for received
+    # messages is at most `max_calls * max_message_bytes`, and grows as bytes arrive. If all places
+    # for calls are taken, a new call ends the one that has waited longest for its peer: `max_calls`
+    # must be twice the number of honest peers' calls at a time. Connections take at most half of
+    # the files that the process may open. The server closes a connection without a call for two
+    # minutes, with a handshake of more than 10 seconds, or whose peer does not answer a ping, sent
+    # after `keepalive` seconds without traffic, within three times as long.
     grpc = import_grpc()
     check_address("address", address, certificates, any_port=True)
 

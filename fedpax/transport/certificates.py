@@ -133,8 +133,7 @@ def _minute(time: datetime.datetime) -> str:
 
 # ---- certificate requests: a site makes its key, and the authority signs the site's request
 #
-# The private key never leaves the site. Needs the package cryptography:
-# `pip install "fedpax[sites]"`.
+# The private key never leaves the site.
 
 _MAX_BYTES = 1 << 16  # of a request
 

@@ -49,11 +49,10 @@ class ChecksumError(MessageError):
 def encode(message: Message, max_bytes: int) -> Iterator[bytes]:
     """Encode a message as chunks; all errors are raised here, not by the iterator."""
     # The first chunk is a line that names the format, and JSON: the header, and name, dtype and
-    # shape of each array. The next chunks are the arrays' bytes, little-endian, row after row, one
-    # array after another without padding. A chunk is the CRC-32 of all bodies of the message so
-    # far, 4 bytes, and a body: `CHUNK_BYTES` bytes, or fewer in the first and the last chunk. Thus
-    # each checksum covers the order of the chunks too, and the last one the whole message. The
-    # iterator copies one chunk of the arrays at a time: do not write to them before it ends.
+    # shape of each array. The next chunks are the arrays' bytes, little-endian, row after row,
+    # without padding. A chunk is the CRC-32 of all bodies so far, 4 bytes, which covers their order
+    # too, and a body: `CHUNK_BYTES` bytes, or fewer in the first and the last chunk. The iterator
+    # copies a chunk at a time: do not write to the arrays before it ends.
     arrays = {name: _native(name, array) for name, array in message.arrays.items()}
     declared = [[name, array.dtype.name, array.shape] for name, array in arrays.items()]
     try:

@@ -30,11 +30,10 @@ class Blocks(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def choose_blocks(codec: Codec, shape: tuple[int, ...]) -> Blocks:
     """Choose the blocks of a leaf from its shape alone, so that they are the same on every mesh."""
-    # A large leaf is divided along its longest major axis, so that its words have the leaf's minor
-    # axis, which fills the TPU's tiles and which mesh axes can shard. A leaf of at most 65,536
-    # entries, or without a major axis of 128 entries, is flattened. Blocks have the codec's block
-    # size if it divides the axis. Otherwise they are of about equal size: at most the codec's, its
-    # half or its quarter, whichever has the fewest words.
+    # A large leaf is divided along its longest major axis: the minor axis of its words fills the
+    # TPU's tiles, and mesh axes can shard it. A small leaf, or one without a long major axis, is
+    # flattened. Blocks that do not divide the axis are of about equal size: at most the codec's,
+    # its half or its quarter, whichever has the fewest words.
     total = math.prod(shape)
     axis = max(range(max(len(shape) - 1, 1)), key=lambda a: shape[a]) if shape else None
     if axis is None or total <= SMALL_LEAF or shape[axis] < SHORT_AXIS:

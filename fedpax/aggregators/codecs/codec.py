@@ -19,12 +19,11 @@ BLOCK_SIZE = 1024
 class Codec(NamedTuple):
     """A lossy code for blocks of floats, as a pair of pure functions.
 
-    A block is a vector. Blocks lie along the leading axis of an array `[entries, ...]`, so that an
-    array of blocks keeps the shape and the sharding of its other axes. Both functions get the same
-    random key: what they draw from it, such as a rotation, need not be sent. What both draw must be
-    the same for all blocks: `decode` may get a part of the blocks, in other axes and another order.
-
-    A block of zeros must be decoded to zeros: a participant of weight 0 sends it.
+    Blocks are vectors along the leading axis of an array `[entries, ...]`, which keeps the shape
+    and the sharding of its other axes. Both functions draw from the same random key, such as a
+    rotation, which is not sent. The draws must be the same for all blocks: `decode` may get a part
+    of the blocks, in other axes and another order. A block of zeros must be decoded to zeros: a
+    participant of weight 0 sends it.
 
     Attributes:
         encode: `(key, blocks) -> words`. `blocks` are float32 `[entries, ...]`. `words` are uint32
@@ -98,8 +97,7 @@ def check_block_size(function: str, block_size: int) -> int:
 
 def dither(key: Key[Array, ""], shape: tuple[int, ...]) -> Float[Array, "entries ..."]:
     """Draw numbers in (0, 1) of 16 random bits, two from each random word."""
-    # Drawn by `jax.random`, they would be most of the cost of stochastic rounding: see
-    # `random_words`. With 16 bits, a probability of rounding up is exact to 2^-17.
+    # With 16 bits, a probability of rounding up is exact to 2^-17.
     words = random_words(key, ((shape[0] + 1) // 2, *shape[1:]))
     halves = jnp.concatenate([words >> 16, words & 0xFFFF])[: shape[0]]
     return (halves.astype(jnp.float32) + 0.5) / 2**16
@@ -107,17 +105,16 @@ def dither(key: Key[Array, ""], shape: tuple[int, ...]) -> Float[Array, "entries
 
 def pack_bits(codes: UInt32[Array, "entries ..."], bits: int) -> UInt32[Array, "words ..."]:
     """Pack codes into words, exactly `bits` bits each."""
-    # A code is split into fields of gcd(bits, 32) bits, so that a whole number of fields fills a
-    # word. Codes that share a word are far apart: every operation runs over contiguous rows. It is
-    # written out by place, not as a sum over an axis of places, so that a compiler vectorizes it
-    # together with the computation of the codes.
+    # A code is split into fields of gcd(bits, 32) bits, which fill a word. Codes that share a word
+    # are far apart: operations run over contiguous rows. It is written out by place, so that a
+    # compiler vectorizes it together with the codes.
     width, fields, per_word = _fields(bits)
     rows = -(-codes.shape[0] // per_word)
     padding = [(0, rows * per_word - codes.shape[0]), *[(0, 0)] * (codes.ndim - 1)]
     codes = jnp.pad(codes.astype(jnp.uint32), padding)
     parts = [codes[i * rows : (i + 1) * rows] for i in range(per_word)]
-    # Whole codes share a word while they fit beside each other: one shift moves a field of all of
-    # them. Codes of 5 bits take 170 operations instead of 640, each of which is compiled.
+    # Whole codes share a word where they fit: one shift moves a field of all, with a quarter of the
+    # operations for 5 bits.
     mask = 2**width - 1
     while (half := len(parts) // 2) >= fields:
         distance = half * width

@@ -17,8 +17,8 @@ class Exchange(NamedTuple):
         parts: for each leaf, the number of parts that an all-to-all divides its words into, one for
             each device; 1 where all words are all-gathered. None if no words are sent: the decoded
             updates are all-reduced in float32.
-        bits: bits that a device receives from others for one mean, scales and the padding of blocks
-            included. The rows of 128 words that fill a TPU's tiles can add to them.
+        bits: bits that a device receives for one mean, with scales and the padding of blocks,
+            without the padding of a TPU's tiles.
     """
 
     parts: tuple[int, ...] | None
@@ -41,9 +41,8 @@ def choose_exchange(
         all-to-all of the words, all-gather of float32 means:   (n b / d + 32) (d - 1) / d;
         all-reduce of decoded updates in float32:               64 (d - 1) / d.
 
-    With a participant on each device, the second one has fewer bits than the first if n is above
-    1 + 32 / b: from 9 participants at 4.03 bits, from 33 at 1.03 bits. It is chosen leaf by leaf: a
-    leaf of a few blocks is all-gathered. With `mean_codec` of b' bits, b' takes the place of 32.
+    It is chosen leaf by leaf: a leaf of a few blocks is all-gathered. With `mean_codec` of b' bits,
+    b' takes the place of 32.
 
     Args:
         codec: how one participant's update is encoded.

@@ -18,11 +18,10 @@ def rotated(codec: Codec) -> Codec:
         z = H D x / sqrt(d);   decode = D H codec.decode(codec.encode(z)) / sqrt(d).
 
     The rotation spreads large entries over the block: the range of z is small, about
-    ||x|| sqrt(log(d) / d), and with it the error of a uniform quantizer. It keeps norms, so it
-    keeps an inner codec unbiased or contractive. A block whose length is not a power of two is
-    padded with zeros. D is not sent: it comes from the shared key. It differs between
-    participants and rounds. All blocks of a parameter have the same D. The paper draws one
-    rotation for all participants.
+    ||x|| sqrt(log(d) / d), and with it the error of a uniform quantizer. The rotation keeps an
+    inner codec unbiased or contractive. A block is padded with zeros to a power of two. D comes
+    from the shared key: equal in all blocks of a parameter, new for each participant and round. The
+    paper draws one for all participants.
 
     Args:
         codec: the codec of the rotated blocks, such as `uniform(bits)`.
@@ -71,8 +70,8 @@ def rotated(codec: Codec) -> Codec:
 def hadamard_transform(x: Float[Array, "entries ..."]) -> Float[Array, "entries ..."]:
     """Multiply by the orthonormal Hadamard matrix along the leading axis."""
     # The matrix of 2^m rows is the Kronecker product of two Hadamard matrices of about 2^(m/2)
-    # rows: two matmuls. On a CPU they take half the time of m/2 passes of additions. Both matmuls
-    # have float32 precision on any hardware. The second one is batched, so that no axis moves.
+    # rows: two matmuls. They have float32 precision on any hardware. The second one is batched, so
+    # that no axis moves.
     size = x.shape[0]
     inner = 1 << (size.bit_length() - 1) // 2
     outer = size // inner

@@ -24,10 +24,9 @@ def sign(bits: int = 1, *, block_size: int = BLOCK_SIZE) -> Codec:
 
         decode_j = (||x||_1 / d) sign(x_j),   sign(0) = 1.
 
-    With b = `bits` > 1, the range from min |x| to max |x| is divided into 2^(b - 1) equal
-    intervals. A code is the sign and the b - 1 bits of the interval of |x_j|. An interval is
-    decoded to the mean of the magnitudes in it. The code is biased. It is a projection, so that for
-    any number of bits
+    With b = `bits` > 1, a code is the sign and the interval of |x_j|, of 2^(b - 1) equal ones from
+    min |x| to max |x|. An interval is decoded to the mean of the magnitudes in it. The code is
+    biased, and a projection: for any number of bits
 
         ||decode - x||^2 <= (1 - ||x||_1^2 / (d ||x||^2)) ||x||^2.
 
@@ -107,9 +106,9 @@ def drive(*, unbiased: bool = True, block_size: int = BLOCK_SIZE) -> Codec:
 
     On average, the unbiased scale has the squared error (pi/2 - 1) ||x||^2, and a mean of n
     participants divides it by n. The other scale has (1 - 2/pi) ||x||^2, the smallest error of a
-    single participant. These figures, and the lack of bias, hold for a uniformly random rotation.
-    The randomized Hadamard transform, used here and in the paper's experiments, comes close for
-    blocks that are not dominated by a few entries. A block of two entries is biased.
+    single participant. This holds for a uniformly random rotation. The randomized Hadamard
+    transform comes close for blocks that are not dominated by a few entries, and is biased for two
+    entries.
 
     Args:
         unbiased: which scale to send. Default True: the unbiased one, for many participants. With

@@ -31,9 +31,8 @@ def random_k(
 ) -> Codec:
     """Send a random subset of the entries of each block; the others are decoded to 0.
 
-    Of d entries, k = ceil(fraction d) are sent. Their places come from the shared key and are not
-    sent. The places differ between participants and rounds. All blocks of a parameter have the same
-    places.
+    Of d entries, k = ceil(fraction d) are sent. Their places come from the shared key: equal in all
+    blocks of a parameter, new for each participant and round.
 
     Args:
         fraction: fraction of the entries that is sent, above 0 and at most 1.
@@ -109,9 +108,8 @@ def top_k(
 ) -> Codec:
     """Send the entries of largest magnitude of each block; the others are decoded to 0.
 
-    Of d entries, k = ceil(fraction d) are sent: k values and k indices of ceil(log2 d) bits. With
-    blocks of 4,096 entries, an index has 12 bits. The code is biased. It is the best k-sparse
-    approximation: ||decode - x||^2 <= (1 - k/d) ||x||^2.
+    Of d entries, k = ceil(fraction d) values and indices of ceil(log2 d) bits are sent. The code is
+    biased, and the best k-sparse approximation: ||decode - x||^2 <= (1 - k/d) ||x||^2.
 
     Args:
         fraction: fraction of the entries that is sent, above 0 and at most 1.
@@ -211,8 +209,7 @@ def _with_heap(values: Float[Array, "entries ..."], k: int) -> Int[Array, "k ...
 
 def _with_groups(values: Float[Array, "entries ..."], k: int) -> Int[Array, "k ..."]:
     """Search the k groups with the largest maxima: they have the k largest entries."""
-    # XLA's top_k keeps a heap for one block after another on a CPU. Here, all blocks are searched
-    # at once by vector instructions, in half the time.
+    # On a CPU, in half the time of XLA's top_k: vector instructions search all blocks at once.
     entries = len(values)
     # The bits of floats that are not negative are in the order of the floats, NaN above infinity.
     order = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)

@@ -24,9 +24,8 @@ class UpdateCoder(NamedTuple):
     """A codec for the updates of one round."""
 
     # The words of a large leaf are sharded over the model axes, for any sharding of the leaf: no
-    # block spans two devices, and each device sends its part. For this the axes behind the one that
-    # is divided into blocks are merged. A projection to 8 heads of 128 features has a minor axis of
-    # 1,024 entries then, which 256 devices can share.
+    # block spans two devices, and each device sends its part. For this the axes behind the divided
+    # one are merged: 8 heads of 128 features are 1,024 entries, which 256 devices can share.
 
     codec: Codec
     round_key: Key[Array, ""]  # the random key of the round
@@ -330,9 +329,8 @@ def to_tiles(
     words: Shaped[Array, "participants words shards parts blocks"],
 ) -> Shaped[Array, "participants shards parts rows 128"]:
     """Flatten the words of each part into rows of 128."""
-    # A TPU stores the two minor axes of an array in tiles of 8 x 128. An array with a minor axis of
-    # 20 entries, such as the heads of a shard, takes 6.4 times its bytes in memory, and 6.4 times
-    # its bytes in a transfer of the array as it is stored.
+    # A TPU stores the two minor axes in tiles of 8 x 128: a minor axis of 20 entries would take 6.4
+    # times the memory, and the bytes of a transfer.
     flat = jnp.moveaxis(words, 1, 3).reshape(words.shape[0], *words.shape[2:4], -1)
     padded = jnp.pad(flat, [*[(0, 0)] * 3, (0, -flat.shape[3] % LANES)])
     return padded.reshape(*flat.shape[:3], -1, LANES)

@@ -1,6 +1,6 @@
 """Flower: the rounds of a program on Flower's simulation, and on its SuperLink and SuperNodes.
 
-The process of a message imports no JAX: it forwards the message to the worker of its node.
+The process of a message forwards it, without JAX, to the worker of its node.
 """
 
 from __future__ import annotations

@@ -22,10 +22,9 @@ SECONDS_BETWEEN_JOINS = 0.2
 class SharedLink:
     """The link to the syncer, as all processes of an island see it."""
 
-    # Process 0 has the link. The other processes receive its status over the control channel, so
-    # that all processes dispatch the same programs in the same order. The channel does not use the
-    # devices: an island polls while its devices compute. All processes must call `join` and `poll`
-    # at the same points of their programs.
+    # The other processes receive the status of process 0 over the control channel, beside the
+    # devices, so that all dispatch the same programs in the same order. All must call `join` and
+    # `poll` at the same points of their programs.
 
     def __init__(
         self, link: Link | None, channel: ControlChannel, preemption: PreemptionGuard
@@ -128,11 +127,10 @@ def _read_reply(fields: Mapping[str, Any]) -> JoinReply:
 class Island:
     """The training of one island, one phase of S inner steps at a time."""
 
-    # Only `finish` waits for the network. An island of several processes has an object of this
-    # class in each of them: which programs it dispatches depends on the status alone, which is the
-    # same in all processes. `process` is the `incarnation` of its messages. `on_discard` is called
-    # with the number of unsent steps that are discarded, because the syncer has restored an older
-    # state.
+    # Only `finish` waits for the network. Each process of an island has an object of this class,
+    # which dispatches programs by the status alone. `process` is the `incarnation` of its messages.
+    # `on_discard` is called with the number of unsent steps that are discarded, because the syncer
+    # has restored an older state.
 
     def __init__(
         self,
@@ -176,10 +174,10 @@ class Island:
         self, state: LocalState, ledger: Mapping[str, Any], received: Mapping[int, tuple[str, int]]
     ) -> None:
         """Restore a saved state, without the progress that the syncer may have already."""
-        # If a fragment's newest update at the syncer (`received`) is not the newest one of the
-        # saved ledger, the fragment loses its unsent progress: a part of it may have been sent
-        # since the save. The island then sends the fragment that the syncer merges next, although
-        # the ledger can count it as sent: the update can be lost with a syncer that has ended.
+        # A fragment whose newest update at the syncer (`received`) is not the ledger's loses its
+        # unsent progress: a part of it may have been sent since the save. The island then sends the
+        # fragment that the syncer merges next, even if the ledger counts it as sent: a syncer that
+        # has ended can have lost it.
         self.ledger.restore(dict(ledger))
         fragments = self.ledger.fragments
         changed = frozenset(
@@ -219,15 +217,14 @@ class Island:
 
     def train(self, batches: chex.ArrayTree, start: int = 0, *frozen: Any) -> Report:
         """Take the S inner steps of a phase from batch `start` on; send a fragment if it is due."""
-        # The devices compute the phase while the arrays of the previous phase are sent. The report
-        # that is returned may still be computed.
+        # The devices compute the phase while the previous phase's arrays are sent.
         self.state, report = self._model.take_steps(self.state, batches, start, *frozen)
         self._report = report
         self.steps += self._parts.steps_per_sync
         self._phases_since_merge += 1
         self.ledger.add_steps(self._parts.steps_per_sync, self._parts.steps_per_sync * self._tokens)
-        # The devices have their next steps now. The poll comes last before the former update is
-        # sent, which the status would count as not acknowledged.
+        # The poll comes before the former update is sent, which the status would count as not
+        # acknowledged.
         jax.block_until_ready([before.metrics["loss"] for *_, before in self._unsent])
         self.receive()
         self._hand_over()
@@ -305,9 +302,9 @@ class FragmentLedger:
 class Ledger:
     """The progress of all fragments, and the rule that chooses the fragment to send next."""
 
-    # An island sends the fragment that the syncer merges next. If it has sent this fragment
-    # already, it sends the one after it. Thus an island that is late skips to the syncer's merge. A
-    # fragment that an island has not sent for two rounds of its own steps is sent in addition.
+    # An island sends the fragment that the syncer merges next or, if it was sent, the one after it:
+    # a late island skips to the syncer's merge. A fragment not sent for two rounds of its own steps
+    # is sent in addition.
 
     def __init__(self, num_fragments: int, steps_per_sync: int) -> None:
         self.fragments = [FragmentLedger() for _ in range(num_fragments)]

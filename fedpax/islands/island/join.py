@@ -68,23 +68,19 @@ def join(
 ) -> JoinResult:
     """Train one island of an experiment, which a syncer merges with others.
 
-    The island trains on its own devices and on its own shard of the data. It takes the same inner
-    steps as `fedpax train`. Threads send updates and receive fragments during the steps. If the
-    syncer does not answer, the island trains on for `max_steps_ahead` steps, and then waits. If it
-    has not answered for `give_up_after` seconds, the island saves its state and stops.
+    The island trains on its own devices and its own shard of the data, and exchanges fragments
+    during the steps. If the syncer does not answer, the island trains on for `max_steps_ahead`
+    steps, and then waits for up to `give_up_after` seconds before it saves its state and stops.
 
-    The number of rounds is the syncer's: `training.rounds` of the experiment has no effect. If the
-    run of this folder is finished, the island asks the syncer whether it has more rounds now.
+    The number of rounds is the syncer's: `training.rounds` has no effect.
 
-    If `jax.distributed` is initialized, its processes form one island: all of them must call this
-    function, with a folder that all of them see. Only process 0 connects to the syncer. If one of
-    them ends or is silent, the other processes print this and exit with status 75.
+    The processes of `jax.distributed` form one island: all of them must call this function, with a
+    folder that all of them see. Only process 0 connects to the syncer. If one ends or is silent,
+    the others exit with status 75.
 
     The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` (model, inner
     optimizer, position in the data, unsent progress) and `island.json`. An island that is killed
-    returns with its shard, with the inner optimizer and the position in the data of its last
-    checkpoint, and with the newest outer model. It loses the steps since its last checkpoint or
-    update.
+    returns with its shard, its last checkpoint and the newest outer model.
 
     Args:
         experiment: the experiment. Its mesh is the mesh of this island; `islands` is set to 1.
@@ -98,8 +94,8 @@ def join(
         allow_config_change: as in `fedpax.training.trainer.train`.
         give_up_after: seconds without an answer of a syncer after which an island that waits for it
             stops. Default 600.0. In a folder whose run is finished, at most 15 seconds.
-        heartbeat_timeout: the limit of `jax.distributed` for a silent process. After 40% of it, the
-            other processes of the island exit with status 75. Default 100.0, as in JAX.
+        heartbeat_timeout: the limit of `jax.distributed` for a silent process: after 40% of it, the
+            others exit. Default 100.0, as in JAX.
 
     Returns:
         The number of rounds of this island, and the reason for which the call stopped.

@@ -80,14 +80,12 @@ class _Outgoing:
 class Link:
     """The exchange of one island with its syncer."""
 
-    # `start` runs the exchange in threads; without threads, a call of `exchange` does one exchange.
-    # If the syncer does not answer, the link calls it again, with pauses of up to two seconds.
-    # After a restart of the syncer, it sends each update again that the saved model does not have;
-    # the syncer applies no update twice. If another island has taken this island's shard, the link
-    # keeps the updates, and joins when a shard is free.
-    # `on_end` is called in a thread of the exchange when an answer says that all merges are done,
-    # before the syncer is told that the island knows it. `failure` ends the exchange: the island
-    # must stop.
+    # `start` runs the exchange in threads; without threads, a call of `exchange` does one. After a
+    # restart of the syncer, the link sends each update again that the saved model does not have;
+    # none is applied twice. If another island has taken this island's shard, the link keeps the
+    # updates, and joins when a shard is free. `on_end` is called in a thread of the exchange when
+    # an answer says that all merges are done, before the syncer is told that the island knows it.
+    # `failure` ends the exchange: the island must stop.
 
     def __init__(
         self,

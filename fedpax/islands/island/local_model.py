@@ -22,8 +22,7 @@ class LocalState(NamedTuple):
     """The state of an island."""
 
     params: Params  # the island's model y
-    # The model r, so that the unsent progress is r - y. Each fragment of r is the outer fragment
-    # that the island last received, or its own fragment when it last sent it, whichever is newer.
+    # The model r, so that the unsent progress is r - y: each fragment as last received or sent.
     sent_params: Params
     inner_optimizer_state: optax.OptState  # the state of the inner optimizer
     # With error feedback, the float32 part of the updates that the codec dropped; else None.
@@ -36,11 +35,9 @@ class LocalModel:
     # For each fragment p, with r the state's `sent_params`:
     #     send:      Delta_p = r_p - y_p;   r_p <- y_p
     #     receive:   y_p <- x_p + (y_p - r_p);   r_p <- x_p
-    # Thus every inner step is part of exactly one Delta_p, for any order of sends and receives.
-    # Steps and transfers do not wait for each other: `encode` returns before its arrays are
-    # computed, and the next steps are dispatched behind it. Every device holds the whole fragment
-    # while it is encoded or received. With several processes, all of them must call the same
-    # functions in the same order. States are donated.
+    # Thus every inner step is part of exactly one Delta_p. `encode` returns before its arrays are
+    # computed. Every device holds the whole fragment while it is encoded or received. All processes
+    # must call the same functions in the same order. States are donated.
 
     def __init__(self, run: Run) -> None:
         assert run.algorithm.parts is not None

@@ -36,12 +36,11 @@ class Record(NamedTuple):
 class Journal:
     """A file to which messages are appended, with one flush to the disk for each."""
 
-    # The file begins with the number of its records, 4 bytes, and its CRC-32. The number is written
-    # after the record is on the disk: a process that is killed can leave one record more, and a
-    # file with fewer records was cut. A record is the length of its content, 8 bytes, the CRC-32 of
-    # the length, and the chunks of the message (`message.encode`), each after its length in 4
-    # bytes. A process that is killed leaves complete records, and at most one incomplete record at
-    # the end. What follows `end`, the end of the complete records, is removed.
+    # The file begins with the number of its records, 4 bytes, and its CRC-32, written after the
+    # record: a process that is killed can leave one record more, and a file with fewer was cut. A
+    # record is the length of its content, 8 bytes, the CRC-32 of the length, and the chunks of the
+    # message (`message.encode`), each after its length in 4 bytes. What follows `end`, the end of
+    # the complete records, is removed.
 
     def __init__(self, path: Path, end: int = 0, records: int = 0) -> None:
         self.path, self._records = path, records

@@ -30,8 +30,7 @@ def read_merges(job_log_dir: str | Path) -> list[dict[str, Any]]:
 
 def append_merge(job_log_dir: Path, merge: Mapping[str, Any]) -> None:
     """Append a line, after the state of the syncer that includes this merge is saved."""
-    # The line survives the death of the process. After a power failure the last lines can be
-    # missing.
+    # After a power failure the last lines can be missing.
     with append_to(job_log_dir / MERGES_FILE) as file:
         file.write(json.dumps(merge) + "\n")
 

@@ -145,8 +145,8 @@ class IslandReport(NamedTuple):
 class Members:
     """The islands of a run, each with its own shard."""
 
-    # An island keeps its name for the whole run. It keeps its shard until the syncer has received
-    # nothing from it for `free_shard_after` seconds and another island asks for a shard.
+    # An island keeps its name for the run, and its shard until it is silent for `free_shard_after`
+    # seconds and another island asks for a shard.
 
     def __init__(
         self,
@@ -361,10 +361,9 @@ KEPT = 64
 class Epochs:
     """The processes of a syncer, each with a random name and the merge after which it started."""
 
-    # A syncer that restores an older copy of its state loses merges that islands have. When it has
-    # done as many merges again, numbers no longer tell the two histories apart; epochs do. An
-    # island names the epoch in which it last joined. Its merges are in the history if this epoch
-    # is, and had as many merges before the next one began.
+    # A syncer that restores an older copy of its state loses merges that islands have; epochs tell
+    # the two histories apart. The merges of an island are in the history if the epoch in which it
+    # last joined is, and had as many merges before the next one began.
 
     def __init__(
         self, num_fragments: int, saved: Sequence[tuple[str, int]] = (), merges: int = 0

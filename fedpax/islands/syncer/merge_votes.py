@@ -31,8 +31,7 @@ def group_votes(
 ) -> list[Vote]:
     """Group the updates of a merge by vote."""
     # With `by_certificate`, as in a median, the islands of a certificate have one vote: else a site
-    # with two islands has two of three votes. Without it each island has one, because a weighted
-    # mean adds weights and does not count.
+    # with two islands has two of three. A weighted mean does not count votes.
     votes: dict[str, dict[int, Sequence[Update]]] = {}
     for island in islands:
         if island.shard is not None and (of_island := updates.get(island.name)):
@@ -45,9 +44,8 @@ def combine(
     decode: Callable[..., Params], votes: Sequence[Vote], seconds: Mapping[str, float]
 ) -> list[Contribution]:
     """Decode the updates of a merge, and combine the updates of each vote."""
-    # An island's updates are added: they are its steps since its last part in a merge. The islands
-    # of a vote are averaged by weight, tokens^2 / steps. `seconds`: in which each island, by name,
-    # can have taken its steps.
+    # An island's updates are added. The islands of a vote are averaged by weight, tokens^2 / steps.
+    # `seconds`: in which each island can have taken its steps.
     weights = [[_weight(updates) for updates in vote.values()] for vote in votes]
     spans = [max(seconds[updates[0].island] for updates in vote.values()) for vote in votes]
     limited = limit_weights([sum(of_vote) for of_vote in weights], spans)
@@ -59,9 +57,8 @@ def combine(
 
 def limit_weights(weights: Sequence[float], seconds: Sequence[float]) -> list[float]:
     """Limit each weight per second to `MOST_WEIGHT` times the median of all other ones."""
-    # So a claim of many steps has a bounded weight, and an island that returns after a long time
-    # has the weight of all of its steps. The result is divided by its largest weight. `seconds`:
-    # since each one's last part in a merge of the fragment.
+    # So a claim of many steps has a bounded weight. The result is divided by its largest weight.
+    # `seconds`: since each one's last part in a merge of the fragment.
     spans = [max(span, LEAST_SECONDS) for span in seconds]
     rates = [weight / span for weight, span in zip(weights, spans, strict=True)]
     limited = []

@@ -107,13 +107,11 @@ class Quorum:
 class StepCredit:
     """The inner steps that an island can have taken and not yet sent, fragment by fragment."""
 
-    # An island takes at most M phases of S steps after a merge that it has received, and then
-    # waits. So with each merge of the run, M S steps are added to the credit of each fragment; an
-    # update takes its steps from it. No island that keeps to the protocol exceeds its credit,
-    # however fast it is: it starts with one merge more than it needs. The credit stays below P + 2
-    # merges, because each fragment is sent at least once in P merges that the island receives. It
-    # starts full if the island can have unsent steps from earlier (`returns`), as after a restart
-    # of the syncer.
+    # An island takes at most M phases of S steps after a merge, and then waits. So each merge adds
+    # M S steps to the credit of each fragment, and an update takes its steps from it. An honest
+    # island never exceeds it: it starts with one merge more than it needs. The credit stays below P
+    # + 2 merges, because each fragment is sent once in P merges. It starts full if the island can
+    # have unsent steps (`returns`), as after a restart of the syncer.
 
     def __init__(
         self, num_fragments: int, steps_per_merge: int, merges: int, *, returns: bool
@@ -156,8 +154,7 @@ SECONDS_PER_JOIN = 0.1
 class JoinLimit:
     """Counts joins, so that one certificate leaves other certificates time to merge."""
 
-    # Each island may join JOINS_AT_ONCE times at once, and then every SECONDS_PER_JOIN. An island
-    # that waits for a shard asks half as often.
+    # Islands that wait for a shard ask half as often as the limit.
 
     def __init__(self, islands_per_certificate: int = 1) -> None:
         self._seconds = SECONDS_PER_JOIN / islands_per_certificate

@@ -46,12 +46,11 @@ _logger = logging.getLogger(__name__)
 class Syncer:
     """The outer model of a run, and the rules by which islands change it."""
 
-    # `handle` answers a message, in several threads. `advance` does the merges that are due, after
-    # each update and by a timer, because a grace window ends without a message. A merge is saved
-    # before an island receives it, and `on_merge` is called in the thread that did it.
-    # In a quorum, and in a merge that needs all updates at once, such as a median, the islands of a
-    # certificate count once. Without certificates each island counts. `failure` is the error that
-    # prevents further merges, such as a full disk.
+    # `handle` runs in several threads. `advance` runs after each update and by a timer, because a
+    # grace window ends without a message. A merge is saved before an island receives it, and
+    # `on_merge` is called in the thread that did it. In a quorum, and in a merge such as a median,
+    # the islands of a certificate count once. `failure` is the error that prevents further merges,
+    # such as a full disk.
 
     def __init__(
         self,

@@ -31,15 +31,12 @@ class SyncerStore:
     """The folder in which a syncer saves its state after each merge."""
 
     # A merge appends the new state of its fragment and the manifest to a journal, with one flush to
-    # the disk. Fragments are merged in turn, so the journal of a complete round holds the whole
-    # state: a new round begins a new journal, and deletes an old one. A process that is killed at
-    # any moment leaves the state before the merge or after it. A copy of the folder that is made
-    # during the run holds the state of a moment, if less than one round passes meanwhile.
-    # A missing, cut, renamed or replaced file is noticed. Each record has an identifier and the
-    # identifier of the record before it, a journal has the number of its records, and
-    # `merges.jsonl`, outside of the folder, has the identifier of each merge. A merge is written to
-    # `merges.jsonl` after its state: a process that is killed can leave a line less, never a line
-    # more.
+    # the disk. The journal of a complete round holds the whole state: a new round begins a new
+    # journal, and deletes an old one. A killed process leaves the state before the merge or after
+    # it, and a copy of the folder that takes less than a round is consistent. A missing, cut,
+    # renamed or replaced file is noticed: each record has its identifier and that of the record
+    # before it, and `merges.jsonl`, outside of the folder, that of each merge. A merge is written
+    # there after its state: a killed process can leave a line less, never one more.
 
     def __init__(self, job_log_dir: Path, allow_older: bool = False) -> None:
         self._folder, self._allow_older = job_log_dir / FOLDER, allow_older

@@ -60,10 +60,10 @@ def agnostic(
         lambda <- project(lambda + gamma v),   v_i = N / |S| f_i(x) for i in S, else 0
 
     with the Euclidean projection to the simplex. A client whose f_i(x) is NaN or infinite is left
-    out of the ascent: its v_i is 0, and |S| does not count it.
+    out of the ascent, and of |S|.
 
-    With all clients in the cohort and one local step this is AFL. With a part of the clients and
-    several steps it is DRFA's round, with three differences:
+    With all clients in the cohort and one local step this is AFL. Otherwise it is DRFA's round,
+    with three differences:
 
     - The cohort is drawn uniformly and its y_i are weighted; DRFA draws it from lambda.
     - The same cohort measures the losses; DRFA draws another one.
@@ -85,9 +85,8 @@ def agnostic(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. A round needs
-        `cohort.client_ids`. Of `cohort.num_examples` it reads only whether a client has 0, and so
-        is absent. It computes one forward pass per batch more than `fedavg`, for f_i(x). Metrics
-        are weighted by lambda.
+        `cohort.client_ids`. It reads `cohort.num_examples` only for 0: absent. It computes one
+        forward pass per batch more than `fedavg`, for f_i(x). Metrics are weighted by lambda.
 
     Raises:
         ValueError: a negative `mixture_learning_rate`; `num_clients` below `cohort_size`;

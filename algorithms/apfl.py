@@ -61,14 +61,14 @@ def apfl(
 ) -> FederatedAlgorithm[APFLState]:
     """Train the shared model as FedAvg does, and each client's mixture of it and a local model.
 
-    Each client i of the cohort starts from w_i = x, the shared model, and from its own v_i. For
-    each batch z, both take a step of the optimizer along
+    Each client i of the cohort starts from the shared model, w_i = x, and from its own v_i. For
+    each batch z, both take an optimizer step along
 
         w_i:  grad f_i(w_i; z)
         v_i:  alpha_i grad f_i(m_i; z),   m_i = alpha_i v_i + (1 - alpha_i) w_i,
 
-    the gradient in v_i of the loss of its personal model m_i. The w_i are averaged; v_i stays with
-    the client. In the first step of a round alpha_i adapts, with the same gradient:
+    where m_i is its personal model. The w_i are averaged; v_i stays with the client. In the first
+    step of a round alpha_i adapts:
 
         alpha_i <- clip(alpha_i - eta_alpha <v_i - w_i, grad f_i(m_i; z)>, 0, 1)
 

@@ -63,22 +63,20 @@ def async_diloco(
         each arrival:       x <- x - eta g / N;   D <- D + g
         every N-th arrival: m <- beta m + D / N;  x <- x - eta beta m;  D <- 0
 
-    The island continues from the new x. Its inner optimizer's state stays where it is.
+    The island continues from the new x with its inner optimizer's state.
 
-    A round is a sequence of arrivals in which no island arrives twice. All of its islands train at
-    the same time; then the server applies their gradients in the order of `cohort.schedule`.
-    `fedpax.simulation.island_arrivals` computes this order and the islands' numbers of steps,
-    `cohort.num_steps`, which may follow the paper's dynamic local updates. Without a schedule all
-    islands arrive together: with N = islands this is `diloco` with Nesterov momentum. Arrivals at
-    the same position are applied together, before the momentum.
+    In a round no island arrives twice. All of its islands train at the same time; then the server
+    applies their gradients in the order of `cohort.schedule`. `fedpax.simulation.island_arrivals`
+    computes it, and the islands' `cohort.num_steps`, which may follow the paper's dynamic local
+    updates. Without a schedule all islands arrive together: with N = islands this is `diloco` with
+    Nesterov momentum. Arrivals at the same position are applied together, before the momentum.
 
-    With an `aggregator`, the gradients at a position are combined by it: their sum above is their
-    number times the aggregate. `compressed_mean(codec)` sends them in few bits. With error feedback
-    an island adds the part of an update that it did not send to its next update. The error
-    telescopes as long as the same number of islands arrive at a time, such as one.
+    With an `aggregator`, the sum of the gradients at a position is their number times the
+    aggregate. `compressed_mean(codec)` sends them in few bits. Its error feedback telescopes as
+    long as the same number of islands arrive at a time, such as one.
 
     Communication: a sum over the islands per position. Memory: each island holds the model that it
-    trains from. `jax.grad` through a round with a schedule raises, as with `num_steps`.
+    trains from. `jax.grad` through a round with a schedule raises.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

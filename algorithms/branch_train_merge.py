@@ -53,8 +53,7 @@ def branch_train_merge(
     A round communicates only the metrics. The paper's gains need experts of different domains:
     with random splits of the data, experts do poorly.
 
-    `state.params` is the merge with equal weights. It is a property, computed when it is read and
-    when a checkpoint is saved.
+    `state.params` is the merge with equal weights, computed when it is read or saved.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

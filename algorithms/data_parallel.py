@@ -37,9 +37,8 @@ def data_parallel(
 
         x <- x + update(mean_i grad loss_fn(x, batch_i))
 
-    A round takes one step per batch. Given the cohort of another algorithm, it trains on the same
-    examples, so losses are comparable. With one island nothing is averaged, and a round is plain
-    SPMD training over the model axes of the mesh.
+    A round takes one step per batch, so losses are comparable with another algorithm's on the same
+    cohort. With one island it is plain SPMD training over the model axes of the mesh.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -49,9 +48,9 @@ def data_parallel(
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
         `[islands, steps, batch, ...]`. At each step, an island whose batch is padding is left out
-        of the mean. `cohort.num_examples`, where given, weighs the other islands. A step without an
-        island that counts changes nothing. Metrics, all float32 scalars: `"loss"` and the metrics
-        of `loss_fn`, averaged over steps and islands.
+        of the mean, and `cohort.num_examples` weighs the others. A step without an island that
+        counts changes nothing. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`,
+        averaged over steps and islands.
 
     Raises:
         TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
@@ -89,8 +88,7 @@ def data_parallel(
             valid = federated_map(
                 lambda n, v: jnp.full(steps, n != 0) if v is None else v & (n != 0), examples, valid
             )
-        # [steps]: whether any island takes the step; computed once, so that a step communicates
-        # nothing more.
+        # [steps]: whether any island takes the step, without communication in each step.
         taken = None if valid is None else federated_max(valid.astype(jnp.int32)) > 0
 
         def step(state: DataParallelState, i: Int[Array, ""]) -> tuple[DataParallelState, Metrics]:

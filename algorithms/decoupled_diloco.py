@@ -59,19 +59,17 @@ def decoupled_diloco(
         Delta_i = x_p - y_ip;   Delta = merge(w, Delta);   x_p <- Outer_p(x_p, Delta),
 
     and each island that is up takes the new x_p `delay` steps after it has sent y_ip. `merge` is
-    the `directional_mean`, with the plain mean for embeddings. An island that returns takes the
-    whole outer model. Its inner optimizer's state is kept, as from the island's own checkpoint.
+    the `directional_mean`. An island that returns takes the whole outer model, and keeps its inner
+    optimizer's state.
 
-    A round merges each fragment once. `cohort.schedule` holds which islands take part, their
-    weights and their numbers of steps. `fedpax.simulation.island_arrivals` computes it from the
-    islands' speeds and failures, a quorum and a grace window. The same compiled round runs for any
-    set of islands that are up. Without a schedule, all islands are equally fast and none fails:
-    this is `streaming_diloco` with the same aggregator, and with one fragment `diloco`.
+    A round merges each fragment once. `cohort.schedule`, which `fedpax.simulation.island_arrivals`
+    computes from the islands' speeds and failures, holds which islands take part, their weights and
+    their numbers of steps. One compiled round runs for any set of islands. Without a schedule, this
+    is `streaming_diloco` with the same aggregator.
 
-    In the paper, tau is 2 steps, and a transfer may last over several merges. Here the transfer of
-    a fragment ends before the next one begins: `delay` is below S, the largest number of steps
-    between merges. An island sends after S - `delay` steps, or after its last one if it takes
-    fewer.
+    In the paper, tau is 2 steps, and a transfer may last over several merges. Here it ends before
+    the next one begins: `delay` is below S, the largest number of steps between merges. An island
+    sends after S - `delay` steps, or after its last one.
 
     Compile time grows with P: a round has 2 P loops of inner steps (P without delay).
 

@@ -50,8 +50,7 @@ def diloco(
 
         delta = mean_i (x - y_i);   v <- beta v + delta;   x <- x - eta (delta + beta v).
 
-    The inner optimizer's state, such as Adam's moments and its step count, stays on its island from
-    round to round and is never averaged.
+    The inner optimizer's state stays on its island from round to round and is never averaged.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

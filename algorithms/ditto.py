@@ -56,8 +56,7 @@ def ditto(
 
         f_i(v) + lambda / 2 |v - x|^2
 
-    with x as it was when the round began. The v_i stay with the clients, in a store of the
-    population, and do not influence x.
+    with x as it was when the round began. The v_i stay with the clients, and do not influence x.
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.

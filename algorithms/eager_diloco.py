@@ -57,24 +57,21 @@ def eager_diloco(
 ) -> FederatedAlgorithm[EagerDiLoCoState]:
     """Train as DiLoCo does, and hide the average of a round behind the inner steps of the next one.
 
-    In round t, island i starts to average the outer gradients of round t - 1, and takes its H inner
-    steps from x_i to y_i meanwhile. Its outer step uses its own outer gradient of round t and the
-    outer gradients of the other M - 1 islands of round t - 1:
+    In round t, the islands average the outer gradients of round t - 1 while island i takes its H
+    inner steps from x_i to y_i. Its outer step uses its own outer gradient of round t and those of
+    the other M - 1 islands of round t - 1:
 
         Delta_i^t = x_i - y_i;
         x_i <- Outer_i(x_i, mean_j Delta_j^(t-1) + (Delta_i^t - Delta_i^(t-1)) / M).
 
-    A transfer has a whole inner phase to complete. Every outer gradient of every island reaches all
-    islands, so that their models differ by less than one round's outer gradients, for an outer
-    optimizer that is linear, such as SGD with Nesterov momentum. In the first round the Delta_j of
-    the previous one are 0. With one island this is `diloco`.
+    Every outer gradient reaches all islands, so that with a linear outer optimizer, such as SGD
+    with Nesterov momentum, their models differ by less than one round's outer gradients. In the
+    first round the Delta_j of the previous one are 0. With one island this is `diloco`.
 
-    A round in which every island is absent (no valid step) is a round of the algorithm: the outer
-    gradients of the round before arrive in it and move the models, and so does the momentum of the
-    outer optimizer. The metric `"loss"` of such a round is 0.
+    Also in a round in which every island is absent, the outer gradients of the round before and the
+    momentum move the models. Its metric `"loss"` is 0.
 
-    `state.params` is the mean of the islands' models. It is a property, computed when it is read
-    and when a checkpoint is saved.
+    `state.params` is the mean of the islands' models, computed when it is read or saved.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

@@ -68,8 +68,8 @@ def fedac(
         w_ag <- w_md - eta g
         w    <- (1 - 1 / alpha) w + w_md / alpha - gamma g,     g = grad f_i(w_md)
 
-    A round ends by averaging w and w_ag over the clients. With gamma = eta and alpha = beta = 1
-    both are SGD, and FedAc is local SGD.
+    A round ends by averaging w and w_ag over the clients. With gamma = eta and alpha = beta = 1,
+    FedAc is local SGD.
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -81,8 +81,8 @@ def fedac(
         chunk_size: number of clients that a device runs at once; see `fedpax.program`.
 
     Returns:
-        `init(params)` and `round(state, cohort)`, as in `fedavg`. `state.params` is w_ag. The
-        reported loss is that at the middle points. A round sends two models in each direction.
+        `init(params)` and `round(state, cohort)`, as in `fedavg`. The reported loss is that at the
+        middle points. A round sends two models in each direction.
 
     Raises:
         ValueError: `alpha` or `beta` below 1, or a negative rate; and as in `fedavg`.
@@ -122,8 +122,8 @@ def fedac(
         def local_train(
             batches: chex.ArrayTree, num_steps: NumSteps
         ) -> tuple[chex.ArrayTree, Metrics]:
-            # The first u and w_md depend on the client's batches: otherwise XLA computes them
-            # before its loop over clients, and keeps two more models in memory.
+            # They depend on the client's batches: otherwise XLA computes them before its loop over
+            # clients, and keeps two more models in memory.
             (aggregated, main), batches = jax.lax.optimization_barrier((start, batches))
             u = subtract(main, aggregated)
             middle = weighted_sum(1, aggregated, share, u)
@@ -222,9 +222,7 @@ def _accelerated(rates: FedAcRates) -> optax.GradientTransformation:
     #
     #     u    <- (1 - 1 / alpha) (1 - 1 / beta) u - (gamma - eta) g
     #     w_md <- w_md - eta g + u / beta.
-    #
-    # A step then reads and writes one model more than SGD, as with momentum. With w and w_ag it
-    # would read and write two.
+    # A step then reads and writes one model more than SGD; with w and w_ag it would be two.
     kept = (1 - 1 / rates.alpha) * (1 - 1 / rates.beta)
 
     def update(gradient: Params, u: Params, middle: Any = None) -> tuple[Params, Params]:

@@ -47,17 +47,17 @@ def fedasync(
 ) -> FederatedAlgorithm[FedAsyncState]:
     """Mix the model of one client at a time into the server's, with less weight if it is stale.
 
-    A client received the model when it was version t - s, x_(t - s), takes its local steps from
-    there and ends at y. It arrives at a server whose model is now x_t:
+    A client trains from version t - s of the model, x_(t - s), to y. It arrives at a server whose
+    model is now x_t:
 
         x_(t+1) = (1 - a) x_t + a y,    a = mixing (1 + s)^(-1/2)       update="model"
         x_(t+1) = x_t + a (y - x_(t - s))                               update="difference"
 
-    "model" is the paper's update. "difference" is `fedbuff` with `buffer_size=1` and a server that
-    takes steps of size `mixing`. Both are the same for s = 0.
+    "model" is the paper's update. "difference" is `fedbuff` with `buffer_size=1` and steps of size
+    `mixing`. Both are the same for s = 0.
 
-    A round is one arrival; run them in `jax.lax.scan`, with the schedule that
-    `fedpax.simulation.buffered_arrivals` computes with `buffer_size=1`.
+    A round is one arrival. `fedpax.simulation.buffered_arrivals` with `buffer_size=1` computes the
+    schedule.
 
     Memory: `max_staleness + 1` versions of the model beside the model itself.
 

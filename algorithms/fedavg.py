@@ -46,9 +46,9 @@ def fedavg(
 
     The server optimizer steps along g. SGD with learning rate 1, the default, sets x to the
     weighted mean of the y_i: FedAvg. SGD with momentum gives FedAvgM. FedAdagrad, FedAdam and
-    FedYogi as Reddi et al. define them take `server_adagrad`, `server_adam` and `server_yogi` of
-    `fedpax.algorithms`: optax's optimizers of those names correct for bias, which the paper's do
-    not. Clients keep no state: the client optimizer starts anew each round.
+    FedYogi take `server_adagrad`, `server_adam` and `server_yogi` of `fedpax.algorithms`, which do
+    not correct for bias as optax's do. Clients keep no state: the client optimizer starts anew each
+    round.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

@@ -53,19 +53,17 @@ def fedbuff(
 ) -> FederatedAlgorithm[FedBuffState]:
     """Update the server's model after every K arrivals of clients that train at their own pace.
 
-    Client i received the model when it was version t - s_i, takes its local steps from there and
-    ends at y_i. It arrives at a server whose model is now version t. After K arrivals,
+    Client i trains from version t - s_i of the model to y_i, and arrives when it is version t.
+    After K arrivals,
 
         x_(t+1) = x_t - eta / K sum_i (1 + s_i)^(-1/2) (x_(t - s_i) - y_i).
 
-    A round is one server update: K arrivals. They do not depend on each other, so these clients
-    train at the same time, as in `fedavg`, on any mesh. `jax.lax.scan` over rounds runs a
-    whole schedule as one program. `fedpax.simulation.buffered_arrivals` computes which clients
-    arrive and their staleness. Without a schedule this is `fedavg`.
+    A round is one server update: its K clients train at the same time, as in `fedavg`, on any mesh.
+    `fedpax.simulation.buffered_arrivals` computes which clients arrive and their staleness. Without
+    a schedule this is `fedavg`.
 
     Memory: `max_staleness + 1` versions of the model besides the model itself, with its sharding.
-    If C clients train at a time, staleness is about C / K, and larger for slow clients: usually far
-    fewer versions than the C models in flight.
+    If C clients train at a time, staleness is about C / K, and larger for slow clients.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

@@ -39,7 +39,7 @@ from fedpax.transforms.program import program
 class FedDynState(NamedTuple):
     """The state of FedDyn: `drift` is h, the mean of all clients' g_i.
 
-    `client_gradients` is g_i, a client's estimate of its gradient at the common optimum.
+    `client_gradients` are the g_i.
     """
 
     params: Params
@@ -89,9 +89,8 @@ def feddyn(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. All g_i and h start at 0. A round
-        needs `cohort.client_ids`. The reported loss is `loss_fn`. The paper averages
-        uniformly: leave `cohort.num_examples` None. With weights, or an inexact aggregator, h is no
-        longer exactly the mean of the g_i.
+        needs `cohort.client_ids`. The reported loss is `loss_fn`. The paper averages uniformly:
+        with `cohort.num_examples`, or an inexact aggregator, h is not exactly the mean of the g_i.
 
     Raises:
         ValueError: `alpha` below 0; `num_clients` below `cohort_size`; in a round,

@@ -37,8 +37,8 @@ def fedprox(
 
         f_i(y) + mu / 2 |y - x|^2,
 
-    ending at y_i, an inexact minimizer. The server averages by weight: x <- x + mean_i (y_i - x).
-    The clients' inexactness is their number of steps, `cohort.num_steps`.
+    ending at y_i, an inexact minimizer after `cohort.num_steps` steps. The server averages by
+    weight: x <- x + mean_i (y_i - x).
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -52,9 +52,8 @@ def fedprox(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. The reported loss is `loss_fn`'s,
-        without the proximal term. The paper draws clients in proportion to their
-        examples and averages uniformly; with clients drawn uniformly, weigh them by
-        `cohort.num_examples`.
+        without the proximal term. The paper draws clients in proportion to their examples and
+        averages uniformly; with clients drawn uniformly, weigh by `cohort.num_examples`.
 
     Raises:
         ValueError: `mu` below 0; and as in `fedavg`.

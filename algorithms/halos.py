@@ -58,10 +58,7 @@ class Region(NamedTuple):
 
 
 class HALoSState(NamedTuple):
-    """The state of HALoS: of the global server, and in `regions` of the server of each region.
-
-    Islands' models and inner optimizers are placed.
-    """
+    """The state of HALoS: the global server's, and in `regions` each region's."""
 
     params: Params
     global_optimizer_state: DelayedNesterovState
@@ -83,35 +80,33 @@ def halos(
 ) -> FederatedAlgorithm[HALoSState]:
     """Update a region's model at each arrival of an island, and the global model at exchanges.
 
-    Islands communicate with the server of their region over a fast network, and regions with the
-    global server over a slow one. Neither waits for the other. Island i of region r trains from
-    the model x_r that it received after its last arrival, up to y_i. With the model a_r of the last
-    merge, the global model x, and the optimizers `local` and `global` (delayed Nesterov):
+    Islands reach the server of their region over a fast network, and regions the global server over
+    a slow one; neither waits for the other. Island i of region r trains from the x_r that it
+    received after its last arrival, up to y_i. With the model a_r of the last merge, the global
+    model x, and the optimizers `local` and `global` (delayed Nesterov):
 
         island i arrives:               x_r <- local(x_r, start - y_i)
         K arrivals after a merge:       u_r = a_r - x_r is sent to the global server
         u_r arrives there:              x <- global(x, u_r), which is sent back
         x arrives at the region:        x_r <- (1 - alpha) x_r + alpha x;  a_r <- x_r
 
-    The island continues from the new x_r, and keeps the state of its inner optimizer. Islands also
-    arrive during an exchange: x_r keeps 1 - alpha of their updates, and the next K arrivals count
-    from the merge. Updates are not weighted by staleness: the momenta of both servers, each delayed
-    by its period, and the merge dampen it.
+    The island continues from the new x_r with its inner optimizer's state. Of updates that arrive
+    during an exchange, x_r keeps 1 - alpha, and the next K arrivals count from the merge. Updates
+    are not weighted by staleness: the delayed momenta and the merge dampen it.
 
-    A round is a sequence of events in which no island arrives twice. All of its islands train at
-    the same time; then the servers process the events in the order of `cohort.schedule`, which
-    `fedpax.simulation.regional_arrivals` computes from the islands' speeds, the networks and K.
-    Without a schedule, all islands arrive together and all regions exchange at once: with
-    `local_server=DelayedNesterov(1.0, 0.0, W)` in regions of W islands, `global_server=
-    DelayedNesterov(eta, beta, R)` for R regions, and `merge_weight=1.0`, this is `diloco` with
-    Nesterov momentum.
+    In a round no island arrives twice. All of its islands train at the same time; then the servers
+    process the events in the order of `cohort.schedule`, which
+    `fedpax.simulation.regional_arrivals` computes. Without a schedule, all islands arrive together
+    and all regions exchange at once: `diloco` with Nesterov momentum, for
+    `local_server=DelayedNesterov(1.0, 0.0, W)` in regions of W islands,
+    `global_server=DelayedNesterov(eta, beta, R)` for R regions, and `merge_weight=1.0`.
 
-    With an `aggregator`, the updates that arrive together at a region's server are combined by it,
-    as in `async_diloco`. Its state is one for all regions. What regions send is not changed.
+    The `aggregator`, with one state for all regions, is used as in `async_diloco`. What regions
+    send is not changed.
 
     Communication: per position of the schedule, a sum over the islands of one model per region.
-    Memory: four models per region more than `async_diloco`. Compile time grows with the
-    number of regions. `jax.grad` through a round with a schedule raises, as with `num_steps`.
+    Memory: four models per region more than `async_diloco`. Compile time grows with the regions.
+    `jax.grad` through a round with a schedule raises.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -131,10 +126,9 @@ def halos(
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
         `[islands, H, batch, ...]`. `cohort.schedule` is a `RegionalOrder` or None. All arrivals
         have the same weight; an island without a valid step, or of which `cohort.num_examples` is
-        0, contributes nothing. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`,
-        averaged over inner steps and arriving islands; with a schedule `"arrivals"`, number of
-        islands that send an update, and `"exchanges"`, number of regions' updates that the global
-        server applies; and the aggregator's, averaged over its calls with an update.
+        0, contributes nothing. Metrics are those of `async_diloco`, the aggregator's averaged over
+        its calls with an update, and with a schedule `"exchanges"`, number of regions' updates that
+        the global server applies.
 
     Raises:
         TypeError: a server is no `DelayedNesterov`, or `inner_optimizer` is not optax's; in a

@@ -56,8 +56,8 @@ def hypcluster(
 
         x_j <- x_j + sum_{i: j(i) = j} n_i (y_i - x_j) / sum_{i: j(i) = j} n_i
 
-    A model that no client chose stays where it is, and so does its server optimizer's state. This
-    is visible in the model, also where the aggregator adds noise. Clients keep no state.
+    A model that no client chose stays as it is, with its server optimizer's state: this is visible
+    where the aggregator adds noise. Clients keep no state.
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`, for one model.
@@ -75,8 +75,8 @@ def hypcluster(
         `[num_clusters, ...]`: start from different models, such as
         `jax.vmap(init_model)(jax.random.split(key, num_clusters))`, because equal models stay
         equal. A round computes q forward passes per batch more than `fedavg`, and reduces q models.
-        Metrics: the metrics of the clients' training; the aggregator's are averaged over clusters.
-        `choose_cluster` makes a client's choice outside a round.
+        The aggregator's metrics are averaged over clusters. `choose_cluster` makes a client's
+        choice outside a round.
 
     Raises:
         ValueError: `num_clusters` below 1; in `init`, a leaf without an axis of `num_clusters` in
@@ -137,8 +137,7 @@ def hypcluster(
             x = jax.tree.map(lambda p: p[cluster], state.params)
             return local_update(loss_fn, client_optimizer, x, batches, num_steps)
 
-        # A separate map: an aggregator that needs the weights before the updates, which depend on
-        # the choices, does not train the clients twice.
+        # A separate map, so that an aggregator that needs the weights first does not train twice.
         clusters = rematerialized_map(
             choose, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )

@@ -22,9 +22,8 @@ def local_sgd(
     Each island i takes H steps, one per batch, from the shared model x to y_i; then
     x <- mean_i y_i. H = 1 is synchronous mini-batch SGD.
 
-    It is `diloco` with SGD of learning rate 1 outside: the state of the optimizer, such as momentum
-    and the step count of a schedule, stays on its island from round to round. This and the uniform
-    mean are what distinguish local SGD from `fedavg`, whose clients start anew.
+    It is `diloco` with SGD of learning rate 1 outside: the optimizer's state stays on its island
+    from round to round. This and the uniform mean distinguish local SGD from `fedavg`.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

@@ -34,8 +34,8 @@ def per_fedavg(
 
         F_i(w) = f_i(w - alpha grad f_i(w; D); D')
 
-    Each batch is split: its even examples are D, on which the model adapts, its odd examples D',
-    on which the adapted model is evaluated. A local step follows the exact gradient
+    The model adapts on the even examples of each batch, D, and is evaluated on the odd ones, D'. A
+    local step follows the exact gradient
 
         (I - alpha grad^2 f_i(w; D)) grad f_i(w - alpha grad f_i(w; D); D'),
 
@@ -117,8 +117,8 @@ def reptile(
 
         x <- x + epsilon mean_i (y_i - x)
 
-    Reptile in its batched form is `fedavg` with SGD of learning rate epsilon on the server. Its
-    clients are the tasks.
+    Batched Reptile is `fedavg` with SGD of learning rate epsilon on the server; clients are its
+    tasks.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

@@ -56,16 +56,16 @@ def mime(
         y_i <- y_i + U(grad f_i(y_i; z) - grad f_i(x; z) + c, s)    from x
         x   <- mean_i y_i;   s <- V(c, s)
 
-    A round communicates twice: c, then the y_i. It computes three gradients per batch: one for c,
-    then in each step one at y_i and one at x.
+    A round communicates twice: c, then the y_i. It computes three gradients per batch: for c, at
+    y_i and at x.
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
         cohort_size: number of clients in a round.
-        client_optimizer: the optimizer (U, V). U(g, s) is the update that optax computes from s
-            and g. With `optax.sgd(momentum=)` it is the paper's SGD with momentum, up to the
-            factor 1 - beta of g. `mime_adam` is the paper's Adam. With `optax.adam`, U also moves
-            the second moment by the local g, which the paper's Adam does not.
+        client_optimizer: the optimizer (U, V). U(g, s) is the update that optax computes from s and
+            g. `optax.sgd(momentum=)` is the paper's SGD with momentum, up to the factor 1 - beta of
+            g, and `mime_adam` its Adam. With `optax.adam`, U also moves the second moment by the
+            local g.
         server_optimizer: steps along the pseudo-gradient mean_i (x - y_i). Default None:
             `optax.sgd(1.0)`, which sets x to the mean of the y_i, as in the paper.
         aggregator: combines the pseudo-gradients x - y_i. Default None: their weighted mean. c is
@@ -181,9 +181,8 @@ def mime_adam(
         U(g, (m, v)) = -eta (b1 m + (1 - b1) g) / (sqrt(v) + eps)
         V(g, (m, v)) = (b1 m + (1 - b1) g, b2 v + (1 - b2) g^2)
 
-    In `mime` and `mime_lite`, a client's own gradients therefore never rescale its steps: v is the
-    server's, of gradients averaged over cohorts. m starts at 0. Nothing is corrected for bias. With
-    `b1=0` it is the paper's RMSProp.
+    A client's own gradients therefore never rescale its steps. m starts at 0. Nothing is corrected
+    for bias. With `b1=0` it is the paper's RMSProp.
 
     Args:
         learning_rate: eta. It and the other settings can be traced, to differentiate in them.

@@ -29,9 +29,8 @@ def muloco(
 ) -> FederatedAlgorithm[DiLoCoState]:
     """Train islands as DiLoCo does, with Muon inside.
 
-    Muon replaces the momentum M = U S V^T of a matrix by the nearest orthogonal matrix, U V^T. Its
-    steps have the same size in all directions. The outer gradients of the islands agree more, and
-    can be compressed to 2 bits with error feedback:
+    Muon replaces the momentum M = U S V^T of a matrix by U V^T, so that steps have the same size in
+    all directions. The islands' outer gradients agree more, and can be compressed to 2 bits:
 
         muloco(loss_fn, islands=4,
                aggregator=compressed_mean(codecs.sign(bits=2), error_feedback=True))
@@ -90,8 +89,8 @@ def _on_automatic_axes(
     muon: Callable[..., optax.GradientTransformation], learning_rate: Any
 ) -> optax.GradientTransformation:
     """Let the compiler shard an optimizer's matmuls. Results are sharded as their arguments."""
-    # On explicit mesh axes, a matmul of a sharded matrix with its transpose has no sharding: JAX
-    # raises. It raises too for a traced learning rate that is not an argument.
+    # On explicit mesh axes, JAX raises for a matmul of a sharded matrix with its transpose, and for
+    # a traced learning rate that is not an argument.
     optimizer = muon(learning_rate)
     traced = (learning_rate,) if isinstance(learning_rate, jax.Array) else ()
 

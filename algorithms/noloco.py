@@ -61,15 +61,13 @@ def noloco(
         Delta = ((y_i - phi_i) + (y_j - phi_j)) / 2;   phi = (phi_i + phi_j) / 2;
         delta_i <- beta delta_i + eta Delta - gamma (phi_i - phi);   phi_i <- phi_i + delta_i.
 
-    The gamma term pulls the models of a pair together. No model is shared by all islands, and
-    their spread stays bounded. A round communicates phi_i and y_i between partners, and the metrics
-    among all islands; it has no all-reduce of a model.
+    The gamma term pulls the models of a pair together, and their spread stays bounded. A round has
+    no all-reduce of a model: it communicates phi_i and y_i between partners, and the metrics.
 
-    The pairs are drawn from the matchings of a round-robin tournament, so that all pairs are
-    equally probable. With an odd number of islands, one has no partner in each round.
+    The pairs are from the matchings of a round-robin tournament, all equally probable. With an odd
+    number of islands, one has no partner.
 
-    `state.params` is the mean of all islands. It is a property, computed when it is read and
-    when a checkpoint is saved.
+    `state.params` is the mean of all islands, computed when it is read or saved.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -104,8 +102,7 @@ def noloco(
 
     Reference:
         Kolehmainen et al., NoLoCo: No-all-reduce Low Communication Training Method for Large
-        Models, arXiv:2506.10911, section 3. The paper's random routing through pipeline stages is
-        not part of this method.
+        Models, arXiv:2506.10911, section 3, without its random routing through pipeline stages.
     """
     check_optimizer("noloco", "inner_optimizer", inner_optimizer)
     gamma = learning_rate if pull is None else pull

@@ -57,11 +57,10 @@ def papa(
         w_i <- alpha w_i + (1 - alpha) mean_j w_j.
 
     A round is one averaging period; the paper's has 10 steps. The models differ by their data, by
-    settings that their batches carry to the loss (augmentation, regularization), and by their
-    initial values if `state.local_params` is replaced.
+    settings that their batches carry to the loss, such as augmentation, and by their initial values
+    if `state.local_params` is replaced.
 
-    `state.params` is the average of the population. It is a property, computed when it is read and
-    when a checkpoint is saved.
+    `state.params` is the average of the population, computed when it is read or saved.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -121,8 +120,8 @@ def papa_all(
 
         w_i <- mean_j w_j.
 
-    The optimizers' states do not change. The paper averages every few epochs: give a round the
-    steps of these epochs.
+    The optimizers' states do not change. The paper averages every few epochs: give a round their
+    steps.
 
     Args:
         loss_fn: as in `papa`.
@@ -165,16 +164,15 @@ def papa_2(
 ) -> FederatedAlgorithm[PapaState]:
     """Train a population whose models are replaced by averages of random pairs of them.
 
-    Each round draws n different pairs of the n models at random. Model i becomes the average of
-    pair i, which it need not belong to:
+    Each round draws n different pairs at random. Model i becomes the average of pair i, which it
+    need not belong to:
 
         w_i <- (w_a(i) + w_b(i)) / 2,   a(i) < b(i).
 
     Every pair is equally probable for every i, so the average of the population is kept in
-    expectation. Two models have one pair, which both of them take.
+    expectation. Two models have one pair.
 
-    Each island receives n - 1 models, one after another, so its memory does not grow with n. With
-    `pairs="rotation"` it receives one model:
+    Each island receives n - 1 models, one after another. With `pairs="rotation"` it receives one:
 
         w_i <- (w_i + w_j(i)) / 2,   j(i) = i + c mod n,   c uniform from 1 to n - 1.
 
@@ -205,10 +203,8 @@ def papa_2(
         [3.0, 4.0, 6.0]
 
     Reference:
-        arXiv:2304.03094, algorithm 2 (PAPA-2). The pairs differ from each other as in the authors'
-        code, SamsungSAILMontreal/PAPA, main.py, whose comment is "select n_pop random pairs". That
-        code draws from the first n pairs of the list alone. Here the draw is from all
-        n (n - 1) / 2 pairs.
+        arXiv:2304.03094, algorithm 2 (PAPA-2). The authors' code, SamsungSAILMontreal/PAPA,
+        main.py, draws different pairs too, but from the first n of all n (n - 1) / 2 alone.
     """
     if pairs not in ("random", "rotation"):
         raise ArgumentError(

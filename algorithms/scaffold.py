@@ -75,10 +75,9 @@ def scaffold(
         x   <- x + eta_g mean_i (y_i - x);   c <- c + S / N mean_i (new c_i - old c_i)
 
     Option II computes the new c_i by this formula if `client_optimizer` is `optax.sgd(eta_l)` and
-    the parameters are float32 or float64. For any other optimizer, a schedule or momentum included,
-    c_i is the mean of the K local gradients, grad f_i(y_i) before the correction. With SGD the two
-    are equal, but the mean needs a sum of gradients beside the model. Option I costs one more
-    gradient per batch, at x. In its mean a batch counts by the sum of its `"mask"`.
+    the parameters are float32 or float64. Otherwise c_i is the mean of the K local gradients before
+    the correction: equal with SGD, but it needs a sum of gradients beside the model. Option I costs
+    one more gradient per batch, at x. In its mean a batch counts by the sum of its `"mask"`.
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -96,9 +95,8 @@ def scaffold(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. All controls start at 0. A round
-        needs `cohort.client_ids`. The paper averages uniformly: leave `cohort.num_examples` None,
-        or set it to weigh the y_i. The mean over the c_i is always uniform. A client without a
-        step keeps its c_i.
+        needs `cohort.client_ids`. The paper averages uniformly; `cohort.num_examples` weighs the
+        y_i alone. A client without a step keeps its c_i.
 
     Raises:
         ValueError: `option` is neither "I" nor "II"; `num_clients` below `cohort_size`; in a round,
@@ -158,8 +156,8 @@ def scaffold(
             moved, metrics, gradient, corrected = _train(
                 loss_fn, client_optimizer, x, correction, batches, num_steps, option, rate
             )
-            # new c_i - old c_i, without the old one: the new one is written over it, and XLA for
-            # CPU copies all clients' controls at each client if both are read.
+            # Does not read the old c_i: XLA for CPU would copy all clients' controls at each
+            # client.
             change = jax.tree.map(lambda new, c: jnp.where(is_present, new - c, 0), corrected, c)
             none = optax.tree.zeros_like(change)
             change, control = keep_finite(

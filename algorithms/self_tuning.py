@@ -65,30 +65,26 @@ def self_tuning(
 
         log h <- log h - update(d/d log h mean_i f_i(x'(h))),
 
-    where f_i is the loss of participant i on its first batches, and `update` is an optimizer. The
-    derivative is the mean gradient of the f_i times the forward-mode derivative of x'(h).
+    where f_i is the loss of participant i on its first batches, and `update` is an optimizer. x'(h)
+    is differentiated in forward mode, also over loops with `num_steps`.
 
     - Hyperparameters of the server (learning rate, momentum) cost one gradient of the f_i per
       round.
     - Hyperparameters of the participants (learning rate, FedProx's mu) also cost one more pass over
-      the local steps for each hyperparameter.
+      the local steps each.
     - If the method and `self_tuning` have a `chunk_size`, temporary memory does not grow with the
-      number of participants, because this pass recomputes the local steps. A method with client
-      state still holds the new states of the cohort. Without `chunk_size`, which methods for
-      islands do not take, this pass stores the values of the local steps of all participants.
-    - Cohorts with `num_steps` work, because forward mode differentiates loops of variable length.
+      number of participants, but for new states of clients, because this pass recomputes the local
+      steps. Otherwise it stores the values of the local steps of all participants.
 
-    If a derivative is NaN or infinite, its hyperparameter keeps its value in this round, and the
-    metric `"non_finite_hypergradients"` counts it. In a round in which every participant is absent,
-    all hyperparameters and the optimizer's state keep their values.
+    If a derivative is NaN or infinite, its hyperparameter keeps its value in this round; in a round
+    in which every participant is absent, all do.
 
-    If a hyperparameter of the participants is tuned and their optimizer is Adam or AdamW, one
-    gradient entry of 0, as below a ReLU, makes the derivatives of all hyperparameters NaN, because
-    Adam takes the square root of 0. Give the optimizer a small `eps_root`:
-    `optax.adamw(rate, eps_root=1e-12)`.
+    If the participants' hyperparameters are tuned and their optimizer is Adam or AdamW, give it a
+    small `eps_root`, as in `optax.adamw(rate, eps_root=1e-12)`: otherwise one gradient entry of 0,
+    as below a ReLU, makes all derivatives NaN, because Adam takes the square root of 0.
 
-    Hyperparameters stay positive, because their logarithm is tuned. Express other settings by
-    positive ones, such as a momentum: `optax.sgd(rate, momentum=1 - h["damping"])`.
+    Hyperparameters stay positive. Express other settings by positive ones: `optax.sgd(rate,
+    momentum=1 - h["damping"])`.
 
     Args:
         make_algorithm: makes the method from a dict of scalars, which can be traced, such as
@@ -105,10 +101,9 @@ def self_tuning(
 
     Returns:
         `init(params)` and `round(state, cohort)`. `state.hyperparameters` are the values of the
-        next round. Metrics: the metrics of the method; the hyperparameters of the round as
+        next round. Metrics: the method's; the hyperparameters of the round as
         `"hyperparameter/<name>"`; `"loss_after"`, the mean of the finite f_i at the new model; and
-        `"non_finite_hypergradients"`, the number of hyperparameters that were not tuned because
-        their derivative is NaN or infinite.
+        `"non_finite_hypergradients"`, the number of derivatives that are NaN or infinite.
 
     Raises:
         TypeError: a setting has another type.

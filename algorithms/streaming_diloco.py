@@ -74,29 +74,23 @@ def streaming_diloco(
         after the other tau steps:             x_p <- Outer_p(x_p, Delta_p);
                                                y_ip <- alpha y_ip + (1 - alpha) x_p.
 
-    y_i is the model of island i, on which it takes its inner steps, and x is the outer model. Each
-    fragment is synchronized once a round, at a different step: the peak bandwidth is P times lower
-    than in DiLoCo. The average is first used tau steps later, and no step before depends on
-    it, so that the compiler can send while the islands compute. The whole round, with all of its
-    transfers, is one program, and no transfer is in flight at its end. The metrics are averaged
-    once, at the end of the round, because the compiler would combine an earlier reduction with a
-    transfer, and both would wait for the steps.
+    y_i is the model of island i, and x is the outer model. The peak bandwidth is P times lower than
+    in DiLoCo. No step before the use of the average depends on it, so that the compiler can send
+    while the islands compute. The round is one program, and no transfer is in flight at its end.
 
     With one fragment, `delay=0` and `mixing=0.0` this is `diloco`.
 
-    Delta_p is a difference to the outer model x, which every island has received, as in DiLoCo and
-    in the authors' later method (arXiv:2604.21428). The paper writes each island's own theta^(t-H)
-    instead, its model when it last sent the fragment. With `delay=0` and `mixing=0.0` both are the
-    same. Otherwise theta^(t-H) differs between islands by their local steps, no update removes this
-    difference, and the islands drift apart.
+    Delta_p is a difference to the outer model x, as in DiLoCo and in the authors' later method
+    (arXiv:2604.21428). The paper writes theta^(t-H) instead, the island's model when it last sent
+    the fragment. Except with `delay=0` and `mixing=0.0`, that one differs between islands by their
+    local steps, and the islands drift apart.
 
     With an aggregator of two transfers, such as `compressed_mean` among many islands, each has half
-    of the tau steps to arrive. With `delay=1` one of the two has none.
+    of the tau steps to arrive.
 
-    Consecutive fragments of equal shapes, such as the layers that `layer_fragments` deals, share
-    the body of a loop if they are six or more, but not in `fedpax.stages`, which waits for the
-    islands in each block. Otherwise the compile time grows with P: a block has two loops of inner
-    steps (one without delay, three for two transfers).
+    Six or more consecutive fragments of equal shapes, as `layer_fragments` deals, share the body of
+    a loop, but not in `fedpax.stages`. Otherwise the compile time grows with P: a block has two
+    loops of inner steps (one without delay, three for two transfers).
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -113,9 +107,8 @@ def streaming_diloco(
         mixing: alpha, share of an island's own fragment that it keeps, at least 0 and below 1. The
             paper uses 0 and 0.5.
         aggregator: combines the islands' outer gradients x_p - y_ip into Delta_p, with a state for
-            each fragment. One that clips or adds noise does so for each fragment separately, and
-            its `epsilon` counts a release for each fragment of a round.
-            Default None: their mean in float32.
+            each fragment. One that clips or adds noise does so for each fragment, and its `epsilon`
+            counts a release for each. Default None: their mean in float32.
 
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are

@@ -36,9 +36,8 @@ class _Fields(NamedTuple):
 class Cohort(_Fields):
     """The participants of one round and their batches.
 
-    The leading axis of every array is the participants. The `round` of every algorithm takes a
-    cohort: `round(state, cohort)`. Islands, and clients of equal size, need only the batches:
-    `Cohort(batches)`. `fedpax.data.cohort_rounds` sets all fields but `schedule`.
+    Islands, and clients of equal size, need only the batches: `Cohort(batches)`.
+    `fedpax.data.cohort_rounds` sets all fields but `schedule`.
 
     If `batches` is a dict with a field `"mask"`, an example (or token) whose mask is 0 or False is
     padding. A step with only padding has no effect on parameters, optimizer state, step count and
@@ -54,8 +53,8 @@ class Cohort(_Fields):
             counts as 0.
         num_steps: int `[participants]`, number of leading batches that a participant trains on;
             later batches are skipped. Default None: compute every step, and discard steps with only
-            padding. `jax.grad` through a round with `num_steps` raises, because JAX has no
-            reverse-mode derivative of a `while_loop`; forward mode works.
+            padding. `jax.grad` through a round with `num_steps` raises, because a `while_loop` has
+            no reverse-mode derivative; forward mode works.
         client_ids: int `[participants]`, each client's index in its population, different from one
             another; -1 for an empty slot of the cohort. A method with client state raises for a
             client that is twice; under `jax.jit` it cannot, and any one of the two new states is
@@ -305,14 +304,12 @@ def _check_schedule(
             )
 
 
-# The protocol of training data: an endless stream of cohorts that can be saved and restored.
 class CohortStream(Protocol):
     """An endless iterator over cohorts whose position can be saved and restored.
 
     Every round's cohort has the same structure, shapes and dtypes. Its leaves are NumPy arrays that
     later rounds do not overwrite: the training loop still reads a cohort while the next one is
-    made. With several processes, every process draws the same whole cohort and keeps the rows of
-    its own devices. A stream may instead return leaves of the global shape from which a process can
+    made. Every process draws the same whole cohort, or leaves of the global shape of which it can
     index only its own rows (`fedpax.data.LocalRows`).
     """
 
@@ -361,8 +358,8 @@ class PackedStream(CohortStream, Protocol):
 class IdentifiedStream(CohortStream, Protocol):
     """A stream that can tell whether another process has the same data.
 
-    Processes and islands that share a stream divide its rows. With their own data under one
-    name, each of them would leave out most of its data.
+    Processes and islands divide the rows of a stream. With different data, each would leave out
+    most of its own.
     """
 
     def fingerprint(self) -> dict[str, str]:

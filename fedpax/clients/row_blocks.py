@@ -1,4 +1,4 @@
-"""The blocks of a client store's rows on devices: layout, and rows read and written by the host."""
+"""The blocks of a client store's rows on devices."""
 
 import functools
 import math
@@ -168,7 +168,6 @@ def on_devices_of(blocks: RowBlocks, fn: Any, in_specs: Any, out_specs: Any) -> 
     )
 
 
-# The rows of a client store on the devices of a mesh.
 ROW_MULTIPLE = 8
 """The number of rows is a multiple of this: 1, 2, 4 and 8 devices have arrays of equal shapes."""
 
@@ -227,8 +226,7 @@ def row_specs(rows: Any, axis: str) -> Any:
 
 def on_devices(fn: Any, in_specs: Any, out_specs: Any) -> Any:
     """Map `fn` over the devices of all mesh axes that the specs name."""
-    # Explicit axes of a state's own dimensions are among them: a map over the placement's axis
-    # alone gathers its arguments and results over each explicit axis.
+    # A map over the placement's axis alone would gather over each explicit axis of a state.
     specs = jax.tree.leaves((in_specs, out_specs))
     names = {name for spec in specs for entry in spec for name in _names(entry)}
     mapped = jax.shard_map(
@@ -255,15 +253,13 @@ def _names(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-# Fingerprints of a client store's rows: rows whose bits change have another fingerprint.
 CHUNK_BYTES = 1 << 20
 """The bytes of rows whose words a device holds at once."""
 
 
 def row_fingerprints(leaves: list[jax.Array], blocks: RowBlocks) -> UInt64[np.ndarray, " rows"]:
     """Return 64 bits for each row of arrays `[rows, ...]`; all processes call this together."""
-    # The fingerprint of a row whose bits change stays with a probability of about 2^-64. Devices
-    # read their own rows. Fingerprints of two layouts cannot be compared.
+    # Rows of other bits have an equal one with probability 2^-64. Two layouts' are not comparable.
     words = _fingerprints(blocks)(leaves)
     if jax.process_count() > 1:
         words = multihost_utils.process_allgather(words, tiled=True)

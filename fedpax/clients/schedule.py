@@ -1,9 +1,4 @@
-"""Schedules: what a round of an asynchronous method knows about time.
-
-The order of events depends on the participants' speeds and failures, and not on parameters.
-`fedpax.simulation` computes it on the host, as arrays. The arrays of one round are the field
-`schedule` of its `Cohort`; without them, participants are equally fast and never fail.
-"""
+"""Schedules: when participants arrive, as `fedpax.simulation` computes it for a cohort."""
 
 from typing import NamedTuple
 
@@ -33,9 +28,8 @@ class ArrivalOrder(NamedTuple):
     Attributes:
         position: int `[islands]`, an island's position in the order of the round's arrivals, from
             0; -1 for an island that does not arrive. Islands that arrive at the same time have the
-            same position, and no position is left out. An island without a step
-            (`Cohort.num_steps`) comes back from a failure: it takes the model at this position and
-            contributes nothing.
+            same position, and none is left out. An island without a step (`Cohort.num_steps`) comes
+            back from a failure: it takes the model and contributes nothing.
 
     Example:
         >>> order = ArrivalOrder(np.array([1, 0, -1, 0]))  # 1 and 3 together, then 0
@@ -49,9 +43,9 @@ class ArrivalOrder(NamedTuple):
 class RegionalOrder(NamedTuple):
     """The order of a round's events at regional servers and the global server.
 
-    Positions count from 0, and no position is left out. Events at the same time have the same
-    position. There, arrivals come first, then sends, then the global server, then merges. The
-    fields of a region's event are equal for all islands of the region; -1 for no event.
+    Positions count from 0, and none is left out. At equal positions, arrivals come first, then
+    sends, then the global server, then merges. The fields of a region's event are equal for all
+    islands of the region; -1 for no event.
 
     Attributes:
         position: int `[islands]`, the position of an island's arrival at its region's server, as in

@@ -1,16 +1,8 @@
 """Client store: one state per client of the population, sharded over the mesh.
 
-Methods with client state (SCAFFOLD's control variates, personal layers, error feedback) gather the
-states of a round's cohort, update them, and scatter them back. Both functions run in Python, under
-`jax.jit` and inside a `fedpax.program`.
-
-On a mesh that has an axis named as the placement, each device holds an equal block of the store's
-rows and an equal block of the cohort. If a program's map alone reads the states and the store alone
-takes its results, the loop over the cohort reads and writes the rows: a chunk's states move between
-devices if a client is not on its home device, and memory does not grow with the cohort. Otherwise a
-gather or a scatter sends the cohort's states once around the ring of devices. Peak extra memory per
-device is then three blocks of cohort/devices rows. Communication never depends on the size of the
-population.
+If a program's map alone reads the states and the store alone takes its results, the loop over the
+cohort reads and writes the rows, and memory does not grow with the cohort. Otherwise the cohort's
+states go once around the ring of devices, in three blocks of cohort/devices rows.
 """
 
 import dataclasses
@@ -54,15 +46,13 @@ class ClientStore(Generic[State]):
     """The states of all clients of a population, as one pytree.
 
     Make one with `client_store`, read it with `gather_clients` and update it with
-    `scatter_clients`. It can be part of a federated algorithm's state. Its only leaves are the
-    leaves of `rows`; the size of the population is static, so `store.num_clients` is a Python
+    `scatter_clients`. It can be part of an algorithm's state. `num_clients` is static, a Python
     integer under `jax.jit` too.
 
     Attributes:
         rows: a pytree of arrays `[rows, ...]`, row k for client k. `rows` is `num_clients` rounded
             up to a multiple of 8 and of the number of devices on the placement's mesh axis. Rows
-            from `num_clients` on are padding: no client reads or writes them, and a checkpoint is
-            restored on any number of devices.
+            from `num_clients` on are padding.
         num_clients: the size of the population.
     """
 
@@ -72,7 +62,7 @@ class ClientStore(Generic[State]):
     def to_host(self) -> State:
         """Return the states of all clients as NumPy arrays `[num_clients, ...]`.
 
-        Copies the whole store to the host, for inspection and tests. Not for use under `jax.jit`.
+        For inspection and tests, not under `jax.jit`.
         """
         return jax.tree.map(lambda rows: np.asarray(rows)[: self.num_clients], self.rows)
 
@@ -93,8 +83,8 @@ def client_store(
 
     Raises:
         ValueError: `num_clients` is below 1.
-        TypeError: a leaf is not an array of numbers or booleans. Typed random keys are not: store
-            an integer and fold it in.
+        TypeError: a leaf is not an array of numbers or booleans. For a random key, store an integer
+            and fold it in.
 
     Example:
         >>> store = client_store({"control": jnp.zeros(3)}, num_clients=5)
@@ -125,19 +115,17 @@ def gather_clients(
 ) -> State:
     """Read the states of a cohort.
 
-    Works inside a `fedpax.program`: the result is a placed value, one slice per participant.
-    An absent client (-1) reads zeros and needs no mask.
+    Inside a `fedpax.program`, the result is a placed value, one slice per participant.
 
     Args:
         store: as `client_store` makes it.
-        client_ids: integers `[cohort]`, each client's index in the population, as in
-            `Cohort.client_ids`; -1, or any negative number, where a client is absent. The mesh axis
-            must divide `cohort`.
+        client_ids: integers `[cohort]`, as in `Cohort.client_ids`; negative where a client is
+            absent. The mesh axis must divide `cohort`.
         placement: the name of the mesh axis.
 
     Returns:
-        The pytree with leaves `[cohort, ...]`; zeros for absent clients. Under `jax.jit`, where an
-        index cannot be checked, one that is not below `num_clients` reads zeros too.
+        The pytree with leaves `[cohort, ...]`; zeros for absent clients, and under `jax.jit`, which
+        cannot raise, for an index that is not below `num_clients`.
 
     Raises:
         TypeError: `store` is not a `ClientStore`.
@@ -214,21 +202,18 @@ def scatter_clients(
 ) -> ClientStore[State]:
     """Write the states of a cohort.
 
-    Works inside a `fedpax.program`. States of absent clients (-1) are ignored and need no mask.
+    States of absent clients (-1) are ignored. It works inside a `fedpax.program` too.
 
     Args:
         store: as `client_store` makes it.
-        client_ids: integers `[cohort]`, each client's index in the population, different from one
-            another; -1, or any negative number, where a client is absent. The mesh axis must
-            divide `cohort`.
+        client_ids: as in `gather_clients`, and different from one another.
         states: a pytree with leaves `[cohort, ...]`, the new state of each client.
         placement: the name of the mesh axis.
 
     Returns:
-        The store with these clients' states replaced. To update it in place, donate the old store
-        to the surrounding `jax.jit`. Under `jax.jit`, where an index cannot be checked, the state
-        at one that is not below `num_clients` is ignored too, and of equal indices the state of any
-        one is written.
+        The store with these clients' states replaced; to update it in place, donate the old one.
+        Under `jax.jit`, which cannot raise, an index that is not below `num_clients` is ignored,
+        and of equal indices any one is written.
 
     Raises:
         TypeError: `store` is not a `ClientStore`, or states are floats where it has integers.

@@ -1,7 +1,4 @@
-"""Shared steps of the random partitions: frozen random numbers, shares, minimum sizes.
-
-NumPy promises to keep `RandomState` and the bits of Philox, and not the streams of `Generator`.
-"""
+"""Shared steps of the random partitions."""
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -24,7 +21,7 @@ def check_positive(name: str, value: float, meaning: str) -> float:
 
 
 def frozen_random(seed: int) -> np.random.RandomState:
-    """Make a random number generator whose numbers NumPy promises never to change."""
+    """Make a generator whose numbers NumPy promises never to change, unlike a `Generator`'s."""
     return np.random.RandomState(np.random.Philox(key=int(hash_key(seed))))
 
 
@@ -37,8 +34,8 @@ def log_gamma(
     random: np.random.RandomState, shape: Float64[np.ndarray, " n"]
 ) -> Float64[np.ndarray, " n"]:
     """Draw the logarithms of gamma variates; normalized variates are Dirichlet distributed."""
-    # With a small shape nearly all variates underflow, but a Gamma(a) variate equals a Gamma(a + 1)
-    # variate times the power 1 / a of a uniform one, and the logarithms of these do not.
+    # With a small shape variates underflow, but a Gamma(a) variate equals a Gamma(a + 1) variate
+    # times the power 1 / a of a uniform one, and their logarithms do not.
     powers = random.standard_exponential(shape.shape) / shape
     return np.log(random.standard_gamma(shape + 1)) - powers
 
@@ -49,9 +46,8 @@ def assign_by_shares(
     log_shares: Float64[np.ndarray, " participants"],
 ) -> Int64[np.ndarray, " examples"]:
     """Assign examples to participants in given shares, rounded up or down."""
-    # Uses systematic sampling: evenly spaced points with a random offset. Shares below one example
-    # are therefore met in expectation, and by different participants for each label. `log_shares`
-    # are logarithms of unnormalized shares.
+    # Systematic sampling, evenly spaced points with a random offset, meets shares below one example
+    # in expectation, and by different participants for each label.
     ends = np.cumsum(np.exp(log_shares - log_shares.max()))
     points = (np.arange(num_examples) + random.random_sample()) / num_examples
     return np.searchsorted(ends / ends[-1], points)
@@ -64,8 +60,7 @@ def top_up(owner: Int64[np.ndarray, " examples"], num_participants: int, min_exa
     missing = np.maximum(min_examples - sizes, 0)
     if not missing.any():
         return
-    # Number each participant's examples: those with the highest numbers are the ones that moving
-    # one at a time would take.
+    # Moving one at a time would take each participant's examples with the highest numbers.
     order = sort_positions(owner, num_participants)
     number = np.empty_like(owner)
     number[order] = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)

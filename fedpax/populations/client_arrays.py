@@ -41,8 +41,7 @@ class ComputedPartition(Sequence[Indices], abc.ABC):
 class RaggedPartition(ComputedPartition):
     """The indices of all participants' examples, and where each participant begins.
 
-    It is a sequence with an array of indices for each participant, as a list of arrays is. A list
-    takes 110 bytes more for each participant.
+    It is indexed as a list of arrays, and takes 110 bytes less for each participant.
 
     Attributes:
         indices: int64 `[examples]`, the indices of participant 0, then of participant 1, ...
@@ -89,9 +88,8 @@ def concatenate_clients(
     """Concatenate the arrays of clients, for `cohort_rounds`.
 
     Args:
-        clients: for each client a dict of arrays `[examples, ...]`. All clients have the same
-            fields. The number of examples can differ between clients, and can be 0. Other axes and
-            dtypes must be equal.
+        clients: for each client a dict of arrays `[examples, ...]`, with equal fields, other axes
+            and dtypes. The number of examples can differ between clients, and can be 0.
 
     Returns:
         The examples, a dict of arrays `[examples, ...]` over all clients in order; and the
@@ -167,9 +165,8 @@ def _check_client(client: int, fields: Any) -> dict[str, NDArray[Any]]:
 class ContiguousClients(ComputedPartition):
     """The clients of a source that is sorted by client."""
 
-    # Client k has the examples `starts[k]` to `starts[k + 1] - 1`, or the first `max_examples` of
-    # them. Only `starts`, of the form of `Source.client_starts`, is stored: 2.7 MB for the 342,477
-    # users of Stack Overflow, where the indices of their 135,818,730 examples would take 1.1 GB.
+    # Only `starts`, as in `Source.client_starts`, is stored: 2.7 MB for the users of Stack
+    # Overflow, where indices would take 1.1 GB.
 
     def __init__(self, starts: ArrayLike, *, max_examples: int | None = None) -> None:
         array = host_array(starts, "starts")
@@ -219,8 +216,8 @@ class ContiguousClients(ComputedPartition):
 class DailyAvailability:
     """Clients that are available for a part of each day, such as the night of their time zone.
 
-    An object of this class is the `available` of a `ClientSampler`. Each client has a fixed start
-    of its window, uniform over the day.
+    For the `available` of a `ClientSampler`. A client's window starts at a fixed time, uniform over
+    the day.
 
     Args:
         num_clients: size of the population.
@@ -270,8 +267,7 @@ class DailyAvailability:
 class RecordedAvailability:
     """Availability that was recorded: a table of rounds and clients.
 
-    An object of this class is the `available` of a `ClientSampler`. After its last row the table
-    repeats from the first one.
+    For the `available` of a `ClientSampler`. After its last row the table repeats.
 
     Args:
         table: booleans `[rounds, clients]`, or the path of a `.npy` file that holds them.

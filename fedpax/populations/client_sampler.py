@@ -29,18 +29,17 @@ _MOST_DRAWS = 8  # as multiples of the cohort
 class ClientSampler:
     """Samples clients without replacement: a fixed number of them, or each with a probability.
 
-    A cohort depends on the seed and the round number alone. A run that resumes at round r therefore
-    sees the cohorts of an uninterrupted run, on any machine. Sampling takes time in proportion to
-    the cohort, however large the population is, unless a few clients have nearly all of the weight.
+    A cohort depends on the seed and the round number alone, on any machine. Sampling takes time in
+    proportion to the cohort, not the population, unless a few clients have nearly all of the
+    weight.
 
     With weights w, clients are drawn one after another, each with a probability in proportion to
     its weight among the clients that have not been drawn.
 
     With `sampling_probability` q, each available client joins each round with probability q,
-    independently of other clients and rounds (Poisson sampling). The number of clients differs
-    between rounds and can be 0. If more than `cohort_size` clients join a round, `sample` raises:
-    the epsilon of `fedpax.aggregators.privacy_spent` is not valid if clients are left out.
-    `poisson_cohort_size` returns a size that is large enough: mean + 6 standard deviations + 6.
+    independently (Poisson sampling); a round can have no client. If more than `cohort_size` clients
+    join, `sample` raises: with clients left out, the epsilon of `fedpax.aggregators.privacy_spent`
+    is not valid. `poisson_cohort_size` returns a size that is large enough.
 
     Attributes:
         num_clients: the size of the population; clients are numbered from 0.
@@ -184,9 +183,8 @@ class ClientSampler:
             round_number: the round, counted from 0.
 
         Returns:
-            int64 `[cohort]`: different clients in random order. There are `cohort_size` of them,
-            or all available clients if these are fewer. With `sampling_probability` there are 0 to
-            `cohort_size`.
+            int64 `[cohort]`: different clients in random order, `cohort_size` of them or all that
+            are available; with `sampling_probability` 0 to `cohort_size`.
 
         Raises:
             TypeError: `round_number` is not an integer.
@@ -282,9 +280,9 @@ class ClientSampler:
         candidates: Bool[np.ndarray, " clients"] | None,
     ) -> Int64[np.ndarray, " cohort"]:
         """Draw clients one after another by weight."""
-        # Draws with replacement, without draws of clients that have been drawn or are not
-        # available, have the distribution of draws without replacement from the candidates. They
-        # take a search each, where arrivals take a random number for each client.
+        # Draws with replacement, without repeated and unavailable clients, have the distribution of
+        # draws without replacement. Each takes a search, where arrivals take a random number per
+        # client.
         size = self.cohort_size
         if candidates is not None:
             size = min(size, int(np.count_nonzero(candidates)))
@@ -324,16 +322,15 @@ class ClientSampler:
 def poisson_cohort_size(num_clients: int, sampling_probability: float) -> int:
     """Return a `cohort_size` for Poisson sampling that one round in a billion exceeds.
 
-    It is mean + 6 standard deviations + 6, rounded up, and at most `num_clients`. The batches of
-    empty slots take memory. On several devices, round the size up to a multiple of the number of
-    devices.
+    It is mean + 6 standard deviations + 6, rounded up, and at most `num_clients`. On several
+    devices, round it up to a multiple of their number.
 
     Args:
         num_clients: the size of the population.
         sampling_probability: the probability that a client joins a round.
 
     Returns:
-        A number of clients, for `ClientSampler` and for the algorithm.
+        The number, for `ClientSampler` and the algorithm.
 
     Raises:
         ValueError: `sampling_probability` is not above 0 and at most 1.

@@ -40,23 +40,20 @@ def partition_dirichlet(
     """Partition examples with Dirichlet-distributed label skew.
 
     By default (Li et al.), the examples of each label are divided in shares drawn from
-    Dirichlet(alpha, ..., alpha) over the participants, so their numbers of examples differ too. A
-    participant with fewer than `min_examples` gets random examples, one at a time from the
-    participant with most.
+    Dirichlet(alpha, ..., alpha) over the participants, so sizes differ too. A participant with
+    fewer than `min_examples` gets random examples, one at a time from the participant with most.
 
     With `equal_sizes` (Hsu et al.), one participant after another draws a label distribution from
     Dirichlet(alpha * C * prior), C the number of labels, and then its examples without replacement.
     Labels without an unassigned example are skipped. Differences from Hsu et al.:
 
     - Their alpha is `alpha * C`.
-    - Their prior is the label distribution of all examples. Here it is the label distribution of
-      the unassigned examples, so that the last participants, which get all of these, have a similar
-      skew as the first.
+    - Their prior is the label distribution of all examples, here of the unassigned ones, so that
+      the last participants have a similar skew as the first.
 
     In both cases `alpha` is the concentration per label: with 0.1 most participants have few
     labels, with 1 every mixture of equally frequent labels is equally likely, and with 100 all
-    participants are alike. By default, with a large alpha, participants are even more alike than
-    random samples.
+    participants are alike, by default even more than random samples.
 
     Args:
         labels: integers `[examples]`, such as `source.column("label")`.
@@ -128,13 +125,12 @@ def partition_pachinko(
 
     One participant after another draws a distribution over the coarse labels from
     Dirichlet(alpha, ..., alpha), and for each coarse label a distribution over its labels from
-    Dirichlet(beta, ..., beta). For each of its examples it draws a coarse label, then one of that
-    coarse label's labels, then a random unassigned example. Labels without an unassigned example
-    are skipped. The participants' numbers of examples differ by at most one; the last participants
-    get all remaining examples.
+    Dirichlet(beta, ..., beta). For each of its examples it draws a coarse label, then one of its
+    labels, then a random unassigned example; labels without one are skipped. Sizes differ by at
+    most one.
 
-    The reference has the same defaults, with 500 participants. Its random partition
-    cannot be reproduced: to compare results, load it as `federated_cifar100`.
+    The reference has the same defaults, with 500 participants. To compare results, load its own
+    partition as `federated_cifar100`.
 
     Args:
         labels: integers `[examples]`.
@@ -205,8 +201,7 @@ def partition_by_shards(
 ) -> RaggedPartition:
     """Sort examples by label, split them into equal shards, and assign the shards at random.
 
-    Most participants have at most `shards_per_participant` labels. The sizes of shards differ by at
-    most one.
+    Most participants have at most `shards_per_participant` labels.
 
     Args:
         labels: integers `[examples]`.
@@ -254,11 +249,9 @@ def draw_labels(
     remaining: Int64[np.ndarray, " labels"],
 ) -> Int64[np.ndarray, "*participants labels"]:
     """Draw labels from groups of labels by weight, each at most as often as it has examples."""
-    # Draws beyond a label's remaining examples are repeated among the other labels of its group.
-    # For one participant this has the distribution of drawing labels one at a time and removing
-    # each label that is used up. Of several participants, the first ones keep their draws. The
-    # labels of a group are contiguous: `starts` has the first label of each. `log_weights` are
-    # logarithms of unnormalized weights.
+    # Draws beyond a label's remaining examples are repeated among the other labels of its group,
+    # which is as if labels were drawn one at a time and removed when used up. Of several
+    # participants, the first ones keep their draws. `starts` has the first label of each group.
     number, shape = len(remaining), log_weights.shape
     log_weights = log_weights.reshape(-1, number)
     group_counts = group_counts.reshape(len(log_weights), len(starts))
@@ -294,8 +287,8 @@ def _assign_in_turn(
     draw: Callable[[_Counts, _Counts], _Counts],
 ) -> Int64[np.ndarray, " examples"]:
     """Return the participant of each example, where participants `draw` one after another."""
-    # Many participants draw in blocks of up to 1/256 of the participants that are left: the
-    # examples that a block finds are nearly those that each of its participants would find.
+    # Many participants draw in blocks of up to 1/256 of those that are left: a block finds nearly
+    # the examples that each of its participants would find.
     in_blocks = num_participants > MOST_IN_TURN
     sizes = even_sizes(len(class_index), num_participants)
     by_class = sort_positions(class_index, len(class_index))
@@ -313,9 +306,6 @@ def _assign_in_turn(
         owner[taken_examples] = np.repeat(participants, counts.T.ravel())
         remaining, next_position, begin = remaining - taken, next_position + taken, end
     return owner
-
-
-# ---- partitions whose participants differ in their numbers of examples
 
 
 def partition_by_quantity(

@@ -64,8 +64,8 @@ def partition_by_field(
 ) -> RaggedPartition:
     """Partition examples so that all examples with the same value of a field stay together.
 
-    Groups of equal values are assigned from the largest to the smallest, each to the participant
-    that has least so far, so participants have nearly equal amounts. The source is read once.
+    Groups are assigned from the largest to the smallest, each to the participant that has least so
+    far, so that amounts are nearly equal.
 
     Args:
         source: the examples: records, columns, a data frame or a table, as `partition_natural`
@@ -113,7 +113,7 @@ class NaturalPartition(RaggedPartition):
 def partition_natural(source: Examples | Any, field: str | None = None) -> NaturalPartition:
     """Partition examples by the values of a field: one participant for each writer, user, ...
 
-    The source is read once. From a source that `load` returned, only this field is decoded.
+    From a source that `load` returned, only this field is decoded.
 
     Args:
         source: the examples: records (a source from `load`, or a list of dicts), a dict of columns,
@@ -145,7 +145,7 @@ def partition_natural(source: Examples | Any, field: str | None = None) -> Natur
     check_count(len(groups.names), f"values of the field {field!r}", 1)
     key = groups.names.__getitem__
     if len(set(map(type, groups.names))) > 1:
-        # By type first: values of different types, such as numbers and texts, cannot be compared.
+        # By type first: numbers and texts cannot be compared.
         key = [(type(name).__name__, name) for name in groups.names].__getitem__
     order = sorted(range(len(groups.names)), key=key)
     rank = np.empty(len(order), np.int64)

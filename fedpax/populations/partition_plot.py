@@ -36,10 +36,10 @@ def plot_partition(
 ) -> "Figure":
     """Draw the sizes and labels of a partition's participants.
 
-    Up to `max_participants` participants are drawn as bars, divided by label. More participants are
-    drawn as a histogram of their sizes and a heat map of their label frequencies, sorted by each
-    participant's most frequent label. With more than 500 participants, a column of the map is the
-    mean of neighbours; with more than 100 labels, a row is the sum of neighbours.
+    Up to `max_participants` participants are bars, divided by label. More are a histogram of sizes
+    and a heat map of label frequencies, sorted by the most frequent label. With more than 500
+    participants, a column of the map is the mean of neighbours; with more than 100 labels, a row is
+    their sum.
 
     Args:
         partition: for each participant the indices of its examples.

@@ -17,8 +17,8 @@ from fedpax.primitives.casts import checked_cast
 class PartitionStatistics(NamedTuple):
     """Measures of a partition; `str` gives a table.
 
-    Fields about labels are None if no labels were given. A mean is over participants with equal
-    weights; means about labels exclude participants without examples.
+    Fields about labels are None if no labels were given. Means weigh participants equally; those
+    about labels exclude participants without examples.
 
     Attributes:
         num_examples: the number of examples of all participants together.
@@ -37,7 +37,7 @@ class PartitionStatistics(NamedTuple):
         overall_entropy: the entropy of the label distribution of all examples, in nats.
         total_variation: the mean total variation distance between a participant's label
             distribution and the one of all examples: half the sum of the absolute differences of
-            frequencies; 0 if they are equal, near 1 if they are far apart.
+            frequencies, 0 to 1.
     """
 
     num_examples: int
@@ -86,8 +86,7 @@ def partition_statistics(
 ) -> PartitionStatistics:
     """Measure how participants differ in the amounts and labels of their examples.
 
-    Random samples differ from each other too, and small samples differ more. For a baseline,
-    measure `partition_iid` with the same number of participants.
+    For a baseline, measure `partition_iid`: random samples differ too, small ones more.
 
     Args:
         partition: for each participant the indices of its examples.

@@ -18,9 +18,7 @@ from fedpax.primitives.casts import checked_cast, host_array, real_number
 class DirichletClients(ComputedPartition):
     """A lazily generated population whose clients differ in their labels and sizes.
 
-    Client k is generated when `clients[k]` is called and depends on the arguments and k alone.
-    Nothing is stored per client, so a population can be far larger than the pool. A client is
-    generated as follows:
+    Client k depends on the arguments and k alone, and nothing is stored per client:
 
     1. Its number of examples is log-normal, rounded and clipped to 1, ..., `max_examples`.
     2. Its label distribution is drawn from Dirichlet(alpha * C * p), where C is the number of
@@ -129,8 +127,7 @@ class DirichletClients(ComputedPartition):
 
     def _random(self, client: int) -> np.random.RandomState:
         """Make the random number generator of a client."""
-        # NumPy promises that neither part of this generator ever changes, and making one takes a
-        # tenth of the time of a generator from a seed.
+        # NumPy promises that it never changes, and one from a seed takes ten times as long to make.
         key = np.array([self._seed % 2**64, client], np.uint64)
         return np.random.RandomState(np.random.Philox(key=key))
 
@@ -144,9 +141,8 @@ class DirichletClients(ComputedPartition):
 
 
 # ---- the first normal variates of many random number generators at once
-#
-# `numpy.random.RandomState(numpy.random.Philox(key=[seed, k]))` takes 10 microseconds to make.
-# Here the first variates of a million of them take under a second, with the same values.
+# `RandomState(Philox(key=[seed, k]))` takes 10 microseconds to make. Here the first variates of a
+# million of them take under a second.
 #
 # Reference:
 #     Salmon, Moraes, Dror, Shaw. Parallel Random Numbers: As Easy as 1, 2, 3. SC 2011, for Philox;
@@ -227,8 +223,7 @@ def leaf_clients(
 
     Q and the m_c are the same for all clients. The first row of W_k is the bias, and inputs are
     returned without the 1. The numbers of examples are 5 + exp(N(3, 2^2)), rounded down and at most
-    1,000. `fedpax.data.logistic_clients` generates another data set, the
-    synthetic(alpha, beta) of FedProx.
+    1,000. The synthetic(alpha, beta) of FedProx is `fedpax.data.logistic_clients`.
 
     Args:
         num_clients: number of clients; LEAF's example has 1,000.
@@ -298,9 +293,8 @@ def logistic_clients(
         W_k, b_k ~ N(u_k, 1),  u_k ~ N(0, alpha);
         x ~ N(v_k, diag(j^-1.2)),  v_k ~ N(B_k, 1),  B_k ~ N(0, beta).
 
-    `alpha` is the variance of the models between clients, `beta` the variance of their inputs. The
-    numbers of examples follow a power law: 50 + exp(N(4, 2^2)), at most 5,000. LEAF's synthetic
-    data is another one: `fedpax.data.leaf_clients`.
+    The numbers of examples are 50 + exp(N(4, 2^2)), at most 5,000. LEAF's synthetic data is
+    `fedpax.data.leaf_clients`.
 
     Args:
         num_clients: number of clients; the paper has 30.

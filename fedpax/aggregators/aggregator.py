@@ -39,9 +39,9 @@ class Aggregator(NamedTuple):
         needs_all: True if the aggregate needs the updates of all participants at once, as for a
             median. An asynchronous method then raises. Default False.
         tolerates_non_finite: True if the aggregate stays finite beside an update with NaN or
-            infinity, as for a median. Each metric of a round is then the mean over the participants
-            whose value is finite, and `"non_finite_participants"` counts all other present
-            participants. Default False: a NaN of one participant makes the model and the loss NaN.
+            infinity, as for a median. Each metric is then the mean over the finite values, and
+            `"non_finite_participants"` counts the other participants. Default False: a NaN of one
+            participant makes the model and the loss NaN.
         acts_when_all_absent: True if the server must step even if all participants are absent, as
             along the noise of a private mean, which hides this. Default False: such a round changes
             neither the model nor the server optimizer's state.
@@ -231,16 +231,11 @@ def chain(*stages: AggregatorTransformation | Aggregator) -> Aggregator:
     Example:
         >>> import fedpax
         >>> import jax.numpy as jnp
-        >>> from fedpax.aggregators import Aggregator, mean
-        >>> def halve(inner):
-        ...     def aggregate(state, updates, weights):
-        ...         updates = fedpax.federated_map(lambda update: update / 2, updates)
-        ...         return inner.aggregate(state, updates, weights)
-        ...     return Aggregator(inner.init, aggregate)
-        >>> halved_mean = chain(halve, mean())
+        >>> from fedpax.aggregators import clip_by_norm, mean
+        >>> aggregator = chain(clip_by_norm(2.0), mean())
         >>> @fedpax.program(clients=2)
         ... def average(updates):
-        ...     return halved_mean.aggregate(halved_mean.init(None), updates, None)[0]
+        ...     return aggregator.aggregate(aggregator.init(None), updates, None)[0]
         >>> average(jnp.array([1.0, 5.0])).item()
         1.5
     """

@@ -115,9 +115,8 @@ def adaptive_clip(
             from the operating system.
 
     Returns:
-        A transformation with state `AdaptiveClipState`. It clips as `clip_by_norm` does and reports
-        the same metrics, and `"max_norm"`, the C of this round. A private aggregator behind it
-        states no epsilon, which would not count what C tells.
+        A transformation with state `AdaptiveClipState`. It has the metrics of `clip_by_norm`, and
+        `"max_norm"`, the C of this round. A private aggregator behind it states no epsilon.
 
     Raises:
         TypeError: an argument is not a number.

@@ -79,8 +79,8 @@ def compressed_mean(
 
     Args:
         codec: how an update is sent, such as `codecs.e3m0()`.
-        error_feedback: whether participants add the unsent part of an update to their next one.
-            Default False. Biased codecs, such as `top_k` and `sign`, need it to converge.
+        error_feedback: whether participants add the unsent part to their next update. Default
+            False. Biased codecs, such as `top_k` and `sign`, need it to converge.
         decay: factor of the residual each round, above 0 and at most 1. Default 1.0: nothing is
             forgotten. SparseLoCo uses 0.95.
         mean_codec: codec of the mean. Default None: only updates are rounded, and the mean stays in

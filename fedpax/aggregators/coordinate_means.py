@@ -51,8 +51,8 @@ def trimmed_mean(trim_fraction: float) -> Aggregator:
     the values of the other ones. Layout and cost are as in `coordinate_median`.
 
     Args:
-        trim_fraction: fraction to leave out at each end, at least 0 and below 1/2: the largest
-            fraction of faulty participants to protect against.
+        trim_fraction: fraction of faulty participants to protect against, left out at each end; at
+            least 0 and below 1/2.
 
     Returns:
         An aggregator without state and metrics. A participant is present if its weight is above 0;
@@ -162,9 +162,9 @@ def _bitonic_sort(x: Float[Array, "participants ..."]) -> Float[Array, "particip
         partner, takes_less = pairs
         partner_row = jnp.take(x, partner, 0, mode="clip")
         takes_less = takes_less.reshape(-1, *[1] * (x.ndim - 1))
-        # Not by `minimum` and `maximum`: they would add 0 times the other row's derivative, which
-        # may be NaN, and halve the derivatives of equal values.
-        # `where` would need equal shardings, also on an explicit axis of one device.
+        # `minimum` and `maximum` would add 0 times the other row's derivative, which may be NaN,
+        # and halve the derivatives of equal values. `where` would need equal shardings, also on an
+        # explicit axis of one device.
         is_exchanged = (takes_less & (x > partner_row)) | (~takes_less & (x < partner_row))
         return jnp.where(is_exchanged, partner_row, x), None
 

@@ -85,11 +85,10 @@ def add_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
 def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
     """Add independent Gaussian noise to each participant's update: `u_i + N(0, stddev^2 I)`.
 
-    After `clip_by_norm(C)` it is the Gaussian mechanism of local differential privacy: any two
-    updates of a participant are at most 2 C apart. In the mean of n participants the noise has
-    standard deviation `stddev / sqrt(n)`. So `stddev = noise_multiplier * C / sqrt(n)`, which
-    protects a participant only if its single update stays hidden, gives the mean the noise of
-    `private_mean`. If k of n participants drop out, their share of the noise is missing.
+    After `clip_by_norm(C)` it is the Gaussian mechanism of local differential privacy, with
+    sensitivity 2 C. The mean of n participants has noise of standard deviation `stddev / sqrt(n)`.
+    With `stddev = noise_multiplier * C / sqrt(n)` it is the noise of `private_mean`, if single
+    updates stay hidden and no participant drops out.
 
     Args:
         stddev: standard deviation of the noise of each coordinate, in the units of the update.

@@ -28,13 +28,12 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
 
         b_i = w_i / max(nu, ||u_i - v||);   v <- sum_i b_i u_i / sum_i b_i.
 
-    The first point is such a mean too, around v = 0, the current model, with the weighted median M
-    of the norms ||u_i|| instead of nu. `num_iterations` iterations with nu follow.
+    The first point is such a mean around v = 0, the current model, with the weighted median of the
+    norms instead of nu.
 
-    Participants with less than half of the total weight cannot move the result arbitrarily far:
-    the first point is at most 2 M from 0, for any length of their updates, and M is at most the
-    largest norm of the other updates. If wrong updates have the fraction p of the weight, an
-    iteration reduces their error by a factor of about (1 - p) / p.
+    Participants with less than half of the total weight cannot move the result arbitrarily far: the
+    first point is within twice the largest norm of the other updates. If wrong updates have the
+    fraction p of the weight, an iteration reduces their error by a factor of about (1 - p) / p.
 
     Each iteration is an all-reduce; every device receives all norms and weights once.
 

@@ -29,8 +29,8 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
 
     With m present participants, f of which may send wrong updates, the score of an update is the
     sum of the squared distances to its `m - f - 2` nearest neighbours. The `num_selected` updates
-    with the smallest scores are averaged, at most `m - f - 2`. Krum's bound is `m >= 2 f + 3`. With
-    fewer, a wrong update could be selected: the result is 0.
+    with the smallest scores are averaged. Krum's bound is `m >= 2 f + 3`. With fewer, a wrong
+    update could be selected: the result is 0.
 
     Memory grows with the number of participants. On a mesh, one all-to-all gives each device some
     coordinates of all participants; all-reduces add the n x n distances and the selected updates.
@@ -162,9 +162,8 @@ def bulyan(num_byzantine: int) -> Aggregator:
 
     Reference:
         El Mhamdi et al., The Hidden Vulnerability of Distributed Learning in Byzantium,
-        arXiv:1802.07927, section 4. Where the paper's last selections leave fewer than `2 f + 3`
-        updates, the number of neighbours is at least 1. The median of an even number of values is
-        the mean of the middle two.
+        arXiv:1802.07927, section 4. Where fewer than `2 f + 3` updates are left, the number of
+        neighbours is at least 1.
     """
     num_byzantine = check_argument(
         "bulyan", "num_byzantine", num_byzantine, COUNT_OR_ZERO, remedy=BYZANTINE_REMEDY

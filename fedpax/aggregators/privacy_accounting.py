@@ -57,10 +57,9 @@ def privacy_spent(
     - Neither: every participant joins every round. One participant is added or removed.
 
     No sampling is accounted exactly: k rounds are one with the noise multiplier `z / sqrt(k)`.
-    Poisson sampling is accounted by privacy loss distributions, on a grid that is coarser the
-    larger epsilon is, and a fixed size by the Renyi differential privacy bound of the reference.
-    Both are upper bounds, and at most epsilon without sampling. Where that epsilon or the privacy
-    loss of one round is above 100,000, the bound can ignore sampling.
+    Poisson sampling is accounted by privacy loss distributions on a grid, and a fixed size by the
+    Renyi bound of the reference. Both are upper bounds, and at most epsilon without sampling. Where
+    that epsilon or the privacy loss of one round is above 100,000, the bound can ignore sampling.
 
     Args:
         noise_multiplier: z, the standard deviation of the noise of the sum over the clipping norm.
@@ -72,9 +71,8 @@ def privacy_spent(
         num_clients: number of clients to draw from; given with `cohort_size`.
         discrete: the noise is discrete Gaussian, as in `private_secure_mean`: accounted by
             concentrated differential privacy, without sampling. Default False: Gaussian noise.
-        releases_before: number of releases with the same noise multiplier that all clients were
-            part of before the first round, such as 1 for the statistics of a table. They are
-            composed with the rounds, without sampling. Default 0.
+        releases_before: number of releases with the same noise multiplier to all clients before the
+            first round, such as 1 for the statistics of a table; without sampling. Default 0.
 
     Returns:
         Epsilon; infinity if `noise_multiplier` is 0.
@@ -132,8 +130,7 @@ def noise_multiplier_for(
         releases_before: as in `privacy_spent`.
 
     Returns:
-        The noise multiplier, at most 0.001 above the smallest one. With sampling, the search takes
-        some seconds.
+        The noise multiplier, at most 0.001 above the smallest one.
 
     Raises:
         ImportError: the dp-accounting library is not installed.
@@ -145,8 +142,6 @@ def noise_multiplier_for(
         >>> noise_multiplier = noise_multiplier_for(epsilon=2.0, num_rounds=1, delta=1e-6)
         >>> round(noise_multiplier, 3)
         2.231
-        >>> round(privacy_spent(noise_multiplier=noise_multiplier, num_rounds=1, delta=1e-6), 2)
-        2.0
 
     Reference:
         As for `privacy_spent`.

@@ -65,8 +65,7 @@ def quantized_mean(num_levels: int) -> Aggregator:
     one client is added to the update of another.
 
     Args:
-        num_levels: L, number of values that an entry of an update can take on the wire, 2 to 256.
-            With 2, signs are sent.
+        num_levels: L, number of values of an entry on the wire, 2 to 256. With 2, signs are sent.
 
     Returns:
         An aggregator with state `QuantizedMeanState` and no metrics. The mean is computed in

@@ -36,9 +36,8 @@ def random_stream(index: int) -> Iterator[None]:
     difference is free of noise.
 
     Args:
-        index: index of the stream, a Python int of at least 0: the number of the state. Stream 0
-            has the random numbers of no stream. In nested contexts, each combination of indices is
-            a separate stream.
+        index: index of the stream, a Python int of at least 0. Stream 0 is the default. In nested
+            contexts, each combination of indices is a stream.
 
     Raises:
         TypeError: `index` is not an int.

@@ -50,9 +50,9 @@ def secure_mean(
         k_i = round(clip(u_i, -r, r) / s);   y_i = k_i + masks_i mod 2^32;   mean = s sum_i k_i / m.
 
     Pairs of participants share masks of opposite signs. A participant of weight 0 drops out after
-    the masks are agreed on: the server then recomputes the masks that its neighbours have added,
-    and the self masks of the m present participants. The integer sum is exact for any set of
-    dropouts, so the only error is the quantization, at most s / 2.
+    the masks are agreed on: the server then recomputes its neighbours' masks, and the self masks of
+    the m present participants. The integer sum is exact for any dropouts, so the only error is the
+    quantization, at most s / 2.
 
     In one program, such as `jax.jit(round)`, this simulates cost, quantization and dropouts of the
     protocol, without key agreement or secret sharing: masks from a known seed give no security. A
@@ -62,7 +62,7 @@ def secure_mean(
 
     In stages (`fedpax.stages`), participants send the integers k_i, and the engine masks them with
     keys that participants agree on: Flower with `secure=true`, and sites with `--secure_sums`.
-    These engines reject the program if they do not mask its sums.
+    They reject the program if they do not mask its sums.
 
     Args:
         max_value: r, above 0. Entries are clipped to [-r, r].

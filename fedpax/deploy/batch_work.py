@@ -31,8 +31,7 @@ class Clients(Protocol):
     """The clients of the rounds, and their data; `fedpax.data.cohort_rounds` makes one.
 
     Attributes:
-        shapes: the types of the data of a round's participants, arrays `[participants, ...]`: the
-            last argument of the program.
+        shapes: the types of the data of a round, arrays `[participants, ...]`.
     """
 
     @property

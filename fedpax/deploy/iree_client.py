@@ -1,7 +1,6 @@
 """Run the participant's part of exported stages with IREE and NumPy alone, without JAX.
 
-Copy this module to a device: it imports nothing else of fedpax. `fedpax.deploy.compile_client`
-makes the files that it reads.
+Copy this module to a device, with the files of `fedpax.deploy.compile_client`.
 """
 
 import hashlib

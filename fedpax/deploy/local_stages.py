@@ -273,8 +273,7 @@ def run_out_of_core(
         *args: its other arguments: arrays.
         clients: opens the clients: a function without arguments.
         chunk_size: number of participants of a chunk.
-        rounds: number of rounds. The first result of a round is the first argument of the next, as
-            in `round(state, cohort) -> (state, metrics)`.
+        rounds: number of rounds. The first result of a round is the first argument of the next.
         first_round: number of the first round.
 
     Returns:
@@ -288,16 +287,14 @@ def run_out_of_core(
         >>> import fedpax, jax.numpy as jnp
         >>> from fedpax.deploy import EachClient
         >>> @fedpax.program(clients=100)
-        ... def step_towards_mean(w, x):
-        ...     gap = fedpax.federated_map(lambda x: x - w, x)
-        ...     return w + 0.5 * fedpax.federated_mean(gap), fedpax.federated_max(jnp.abs(gap))
-        >>> def open_clients():
-        ...     return EachClient(lambda client: np.float32(client), num_clients=100)
+        ... def average(w, x):
+        ...     return fedpax.federated_mean(fedpax.federated_map(lambda x: w + x, x)), ()
+        >>> clients = EachClient(lambda client: np.float32(client), num_clients=100)
         >>> results = run_out_of_core(
-        ...     step_towards_mean, jnp.float32(0), clients=open_clients, chunk_size=10, rounds=2
+        ...     average, jnp.float32(0), clients=lambda: clients, chunk_size=10, rounds=2
         ... )
-        >>> [float(gap) for _, gap in results], float(results[-1][0])
-        ([99.0, 74.25], 37.125)
+        >>> float(results[-1][0])
+        99.0
     """
     if rounds < 1:
         raise ArgumentError(f"run_out_of_core(): rounds={rounds}, expected at least 1.")

@@ -56,9 +56,8 @@ class Settings(NamedTuple):
 class RoundProgram(NamedTuple):
     """A program that `read_program` has read and checked.
 
-    `names` has by `"server"` and `"own"` the values of the algorithm's state, by `"carried"` the
-    results that replace the server's, and by `"cohort"` the paths in a cohort. `program` is the
-    sha256 of all of it.
+    `names` has the values of the state by `"server"` and `"own"`, the results that replace the
+    server's by `"carried"`, and the paths in a cohort by `"cohort"`. `program` is the sha256.
     """
 
     artifact: Artifact

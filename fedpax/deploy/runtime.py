@@ -38,7 +38,7 @@ class Artifact:
     """Exported stages of a program; `load` makes one.
 
     Attributes:
-        manifest: what the manifest says: names, shapes and dtypes of all messages.
+        manifest: names, shapes and dtypes of all messages.
         program: the sha256 of the program. Two exports of one program have the same.
     """
 
@@ -112,8 +112,8 @@ class Artifact:
             The server's results. What participants keep is not among them.
 
         Raises:
-            ArtifactError: an argument is missing, or a reply counts a participant twice or one that
-                there is not.
+            ArtifactError: an argument is missing, or a reply counts a participant that is unknown,
+                or twice.
         """
         values = self.begin(arguments)
         terms: Sequence[Any] = ()
@@ -147,8 +147,8 @@ class Artifact:
 
         Args:
             part: number of the part, from 0 to `len(manifest["server"]) - 1`.
-            values: values of the server by number. Shown values of the stage before are among
-                them, under the numbers in `manifest["server"][part - 1]["shown"]`.
+            values: values of the server by number, with shown values of the stage before under the
+                numbers in `manifest["server"][part - 1]["shown"]`.
             terms: the merged terms of the stage before; empty without one.
 
         Returns:

@@ -45,8 +45,8 @@ class ElasticCoordinator:
     """The keeper, which runs in a thread until the job has an exit status."""
 
     # The first generation starts after `join_timeout` seconds without missing supervisors.
-    # Processes of a `group`, such as an island's, have successive numbers and only train
-    # together. `alone`: no process of the job is on the keeper's host.
+    # Processes of a `group`, such as an island's, only train together. `alone`: no process of the
+    # job is on the keeper's host.
 
     def __init__(
         self,

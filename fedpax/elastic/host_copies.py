@@ -1,7 +1,6 @@
 """Copies of a run's state in the memory of each host, from which an elastic job resumes.
 
-If only a lost host had a shard, the run resumes from its checkpoint. Participants have
-**numbers**: island 2 keeps its number when island 1 is lost.
+Participants have **numbers**: island 2 keeps its number when island 1 is lost.
 """
 
 import contextlib

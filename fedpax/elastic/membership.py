@@ -32,8 +32,8 @@ class Membership:
     copy_every: int  # rounds between copies; 0: none
     # The round whose copies the processes resume from. None: from the newest checkpoint.
     round: int | None
-    # The numbers of the participants that train, such as islands 0, 1 and 3 of 4, in ascending
-    # order. None: the participants do not depend on the processes.
+    # The participants that train, such as islands 0, 1 and 3 of 4. None: they do not depend on the
+    # processes.
     participants: list[int] | None
 
     def to_json(self) -> str:

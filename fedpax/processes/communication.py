@@ -68,7 +68,7 @@ class Broadcast:
     """Brings an array in the memory of process 0's host to the devices of all processes."""
 
     # `read`, inside a compiled program, takes one all-reduce, or an all-gather in a job of one
-    # process.
+    # process. Neither method waits for the devices.
 
     def __init__(self, mesh: Mesh, like: Any) -> None:
         devices = mesh.devices.ravel()

@@ -87,21 +87,8 @@ SECONDS_TO_TALK = 2.0
 
 
 def call_roll(processes: JobProcesses, timeout: float) -> None:
-    """Wait until all processes of a job have connected.
-
-    A process with another count, or the number of another process, raises at once.
-
-    Args:
-        processes: the processes.
-        timeout: seconds to wait.
-
-    Raises:
-        JobProcessesError: a process is missing, this process does not belong to the job, nothing
-            listens at the coordinator's address, or its port is in use.
-
-    Example:
-        >>> call_roll(JobProcesses("localhost:8476", 1, 0, "the test"), timeout=5)
-    """
+    """Wait until all processes of a job have connected, or raise a `JobProcessesError`."""
+    # A process with another count, or the number of another process, raises at once.
     deadline = time.monotonic() + timeout
     if processes.process_id == 0:
         if processes.num_processes > 1:

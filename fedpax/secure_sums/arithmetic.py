@@ -50,7 +50,7 @@ def seal(key: bytes, content: bytes, context: bytes) -> bytes:
     """Encrypt and authenticate the one content that a key is made for."""
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-    # The nonce is constant because a key of `agree` is for one message in one direction.
+    # A key of `agree` is for one message: the nonce is constant.
     return ChaCha20Poly1305(key).encrypt(bytes(12), content, context)
 
 

@@ -45,8 +45,7 @@ class CoordinatorSide:
         threshold: number of sites that have to stay until the end; more than half of those with
             keys. If c sites tell the coordinator all they know, values stay secret while
             `2 threshold > n + c`. Default None: one more than half of the sites in the first phase.
-        shapes: the shapes of the values by name. Default None: the shapes of the first site that
-            sends values.
+        shapes: the shapes of the values by name. Default None: those of the first site.
         signer: checks the signatures of the sites' keys. Default None: the other sites alone check
             them.
 
@@ -54,8 +53,7 @@ class CoordinatorSide:
         total: after the last phase, the sums modulo 2^32 of the present sites, int32 by name.
         present: the sites in the sum.
         phase: the current phase; "done" after the last one.
-        suspects: sites that do not keep to the protocol, with reasons, although the sum may be
-            complete.
+        suspects: sites that do not keep to the protocol, with reasons.
     """
 
     def __init__(

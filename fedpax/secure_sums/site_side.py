@@ -44,8 +44,8 @@ class SiteSide:
     Args:
         name: the site's name.
         session: the name of the sum, which no other sum has.
-        values: arrays of int32 or uint32 by name, of the same names and shapes at all sites; or a
-            function that returns them, called when they are needed.
+        values: arrays of int32 or uint32 by name, of the same shapes at all sites; or a function
+            that returns them.
         least_sites: number of sites whose values the sum must contain, at least 2. Default 3: of a
             sum of two, each of the sites learns the other's value.
         signer: signs the site's keys, and checks the keys of other sites. Default None: the site

@@ -49,8 +49,8 @@ class JoinResult(NamedTuple):
     """The result of a site that has joined a syncer.
 
     Attributes:
-        rounds: number of rounds of inner steps of this island, or, for a site with data of its own,
-            of rounds in which it took part; over all of its processes.
+        rounds: number of rounds of this island, or in which this site took part, over all of its
+            processes.
         finished: whether the syncer has done all rounds.
         signal: the signal that stopped the call, or None.
         gave_up: whether the call stopped because no syncer answered.

@@ -42,7 +42,7 @@ def drop_large(
     updates included: a minority of sites cannot move it beyond the norms of the others.
 
     Args:
-        norms: the L2 norm of each site's update.
+        norms: the L2 norm of each update, by site.
         history: what the call for the round before returned. Default: none.
         factor: the limit in medians, above 0. Default 3.
         window: number of rounds.
@@ -142,8 +142,8 @@ def drop_harmful(
         evaluate: returns the metrics of the model that a merge of the updates of some sites makes;
             without sites, of the present model.
         rule: what is accepted.
-        evaluate_without_each: yields each of some sites, in their order, with the metrics of the
-            model that a merge of the other sites' updates makes. Default None: by `evaluate`.
+        evaluate_without_each: yields each of some sites, in their order, with the metrics of a
+            merge without its update. Default None: by `evaluate`.
 
     Returns:
         The dropped sites, in the order in which they were dropped. A metric that is not finite is

@@ -51,7 +51,7 @@ class Admission:
     """Decides whether a message of a site is handled."""
 
     # A site is the name of its certificate. Without certificates it is the name that a message
-    # claims: malformed messages then mute and expel no site.
+    # claims: malformed messages then mute and expel no site, as a stranger could send them.
 
     def __init__(
         self,

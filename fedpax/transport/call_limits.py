@@ -37,7 +37,7 @@ class CallPool(concurrent.futures.ThreadPoolExecutor):
     @contextlib.contextmanager
     def waits_for_peer(self, end: Callable[[], object]) -> Iterator[None]:
         """Mark the call of this thread as waiting for its peer."""
-        # `end` ends the call, in another thread and at most once. It must not block.
+        # `end` ends the call in another thread, and must not block.
         thread = threading.get_ident()
         with self._lock:
             self._waiting[thread] = end

@@ -239,9 +239,9 @@ def connect(
     keepalive: float = 5.0,
 ) -> Connection:
     """Make a connection to a server; nothing is sent before the first call."""
-    # `server_name` is the name in the server's certificate, by default the host of `address`. If
-    # the answer to a ping, sent after `keepalive` seconds without traffic, takes more than three
-    # times as long, calls raise `DisconnectedError` before their timeout.
+    # `server_name` is in the server's certificate. If the answer to a ping, sent after `keepalive`
+    # seconds without traffic, takes more than three times as long, calls raise `DisconnectedError`
+    # before their timeout.
     grpc = import_grpc()
     host = check_address("address", address, certificates)
     server_name = server_name or host

@@ -31,7 +31,7 @@ class Codec(NamedTuple):
         decode: `(key, words, entries) -> blocks`, float32 `[entries, ...]`.
         block_size: largest number of entries of a block.
         contractive: whether `E ||x - decode(encode(x))||^2 < ||x||^2` for every block x other than
-            0. Error feedback keeps its residual bounded for such codecs only.
+            0, as error feedback needs.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -62,9 +62,8 @@ def float32(block_size: int = BLOCK_SIZE) -> Codec:
     Example:
         >>> import jax, jax.numpy as jnp
         >>> codec, key = float32(), jax.random.key(0)
-        >>> codec.decode(key, codec.encode(key, jnp.array([0.1, -3.0])), 2).tolist() == [
-        ...     float(jnp.float32(0.1)), -3.0]
-        True
+        >>> codec.decode(key, codec.encode(key, jnp.array([0.5, -3.0])), 2).tolist()
+        [0.5, -3.0]
     """
     return Codec(
         encode=lambda key, blocks: float_words(blocks),

@@ -63,8 +63,6 @@ def choose_exchange(
         2 (1,) 4.0
         8 (1,) 28.2
         16 (16,) 33.8
-        >>> choose_exchange(codecs.e3m0(), params, 1024, 16)  # simulated clients
-        Exchange(parts=None, bits=62914560)
     """
     if devices == 1:
         return Exchange(None, 0)

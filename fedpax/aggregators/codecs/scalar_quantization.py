@@ -27,14 +27,12 @@ def uniform(bits: int, *, block_size: int = BLOCK_SIZE) -> Codec:
         s = (max x - min x) / (L - 1);   k_j = floor((x_j - min x) / s + u_j),  u_j ~ U[0, 1);
         decode(k)_j = min x + s k_j.
 
-    It is unbiased, and its error is bounded: E ||decode - x||^2 <= d s^2 / 4 <=
-    d ||x||^2 / (2 (L - 1)^2). On the wire a block has `bits` bits per entry and two floats, its
-    minimum and s.
+    It is unbiased: E ||decode - x||^2 <= d s^2 / 4 <= d ||x||^2 / (2 (L - 1)^2). On the wire a
+    block has `bits` bits per entry and two floats, its minimum and s.
 
     Args:
         bits: bits of a code, 1 to 16.
-        block_size: largest number of entries of a block. Default 1024. Smaller blocks have a
-            smaller error and more scales.
+        block_size: largest number of entries of a block. Default 1024.
 
     Returns:
         The codec. It is contractive, so that it can be used with error feedback, if
@@ -93,8 +91,8 @@ def terngrad(*, clip: float | None = None, block_size: int = BLOCK_SIZE) -> Code
 
         s = max |x|;   t_j = sign(x_j) b_j,  b_j ~ Bernoulli(|x_j| / s);   decode(t)_j = s t_j.
 
-    Without `clip` it is unbiased, with the variance sum_j |x_j| (s - |x_j|). Five codes share a
-    byte: 1.6 bits per entry, and one float per block.
+    Without `clip` it is unbiased, with the variance sum_j |x_j| (s - |x_j|). On the wire a block
+    has 1.6 bits per entry and one float.
 
     Args:
         clip: entries are clipped to this many standard deviations of their block first. It lowers

@@ -1,6 +1,6 @@
 """The state that a participant keeps on the disk of its node between rounds.
 
-A participant whose answer came too late goes back to the state of the last round that counted it.
+A participant returns to the state of the last round that counted it.
 """
 
 import hashlib

@@ -36,8 +36,8 @@ class Node(NamedTuple):
     Attributes:
         participant: the participant's number in the population, from 0.
         num_participants: size of the population.
-        config: the settings of the node: `--node-config` of `flower-supernode`; in a simulation
-            `partition-id` and `num-partitions`.
+        config: `--node-config` of `flower-supernode`; in a simulation `partition-id` and
+            `num-partitions`.
         steps: the most local steps of a round; further batches are left out.
     """
 

@@ -169,8 +169,7 @@ class RoundServer:
         while True:
             self.roster.refresh()
             connected = self.roster.participants()
-            # Nodes start one after another. The first round waits for them, and draws from all
-            # nodes that are connected then: a rerun has the same cohorts.
+            # The first round waits for all nodes: a rerun has the same cohorts.
             wanted = self.quorum if number else self.program.size
             waited = time.monotonic() - first
             if len(connected) >= wanted and (number or not self.roster.is_greeting):

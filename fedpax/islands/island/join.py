@@ -88,12 +88,12 @@ def join(
         syncer: the syncer's `HOST:PORT`.
         exp: the experiment's name on the command line, recorded in `config.json`.
         name: the island's name. Default None: the name of its folder.
-        shard: the shard of the data. Default None: the syncer chooses one.
+        shard: the shard of the data. Default None: the syncer's choice.
         certificates: the folder of this site's certificate. Default None: no encryption.
         server_name: the name in the syncer's certificate. Default None: the host of `syncer`.
         allow_config_change: as in `fedpax.training.trainer.train`.
-        give_up_after: seconds without an answer of a syncer after which an island that waits for it
-            stops. Default 600.0. In a folder whose run is finished, at most 15 seconds.
+        give_up_after: seconds without an answer after which a waiting island stops. Default 600.0;
+            at most 15 if the folder's run is finished.
         heartbeat_timeout: the limit of `jax.distributed` for a silent process: after 40% of it, the
             others exit. Default 100.0, as in JAX.
 

@@ -52,8 +52,7 @@ class SyncerStatus(NamedTuple):
     # The island's shard; None before it has one, or after another island has taken it.
     shard: int | None = None
     epoch: str | None = None  # the epoch of the syncer in which the island last joined
-    # Whether the island must discard its unsent progress and take the syncer's model, because the
-    # syncer has restored an older state. It comes before `fragments`.
+    # Whether the syncer has restored an older state: the island discards its unsent progress first.
     discard: bool = False
 
 

@@ -30,8 +30,8 @@ ENDLESS = 2**31
 class IslandRows:
     """A stream of one island's batches, `[steps, batch, ...]`: shard k of a stream of cohorts."""
 
-    # Thus island k trains on the same batches, in the same order, as island k of `fedpax train`. If
-    # the stream can read the rows of one island alone (`IslandStream`), other rows are not read.
+    # Island k trains on the batches of island k of `fedpax train`. An `IslandStream` reads these
+    # rows alone.
 
     def __init__(self, stream: CohortStream, shard: int) -> None:
         self._stream, self._shard = stream, shard

@@ -22,9 +22,8 @@ def read_merges(job_log_dir: str | Path) -> list[dict[str, Any]]:
     # Fields: `merge` (its number, from 1), `fragment`, `time` (seconds since 1970), `loss`, `late`,
     # `staleness`, `metrics` (as in `MergeReport`), `record` (the identifier of the syncer's state
     # after the merge) and `updates`, each with `island`, `incarnation` (its process), `sequence`
-    # (the update's number in this process), `steps` (inner steps), `tokens`, `base` and `count`
-    # (the island's number of merges of the fragment at the update's first step, and when it was
-    # encoded).
+    # (its number in this process), `steps`, `tokens`, `base` and `count` (the island's number of
+    # merges of the fragment at the first step, and when it was encoded).
     return _read(Path(job_log_dir) / MERGES_FILE)[0]
 
 

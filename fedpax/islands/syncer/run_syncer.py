@@ -82,8 +82,8 @@ def run_syncer(
         goodbye_seconds: seconds after the end in which islands can learn it. Default 60.0.
         allow_older_state: whether the run may continue from a saved state that is older than the
             newest merge in `merges.jsonl`, such as a restored copy. Default False.
-        limits: what each site may send. Default: no limit of messages and bytes; a site that sends
-            malformed messages is muted, and expelled in the end.
+        limits: what each site may send. Default: no limit; malformed messages mute a site, and
+            expel it in the end.
         guards: which updates are dropped before a merge. Default: none.
 
     Returns:

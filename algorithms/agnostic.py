@@ -67,7 +67,7 @@ def agnostic(
 
     - The cohort is drawn uniformly and its y_i are weighted; DRFA draws it from lambda.
     - The same cohort measures the losses; DRFA draws another one.
-    - The losses are those at x; DRFA's are those at a random iterate of the round.
+    - The losses are at x; DRFA's are at a random iterate of the round.
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.

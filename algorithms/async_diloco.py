@@ -57,8 +57,8 @@ def async_diloco(
 ) -> FederatedAlgorithm[AsyncDiLoCoState]:
     """Apply each outer gradient when it arrives, and the momentum at every N-th arrival.
 
-    Island i trains from the model x_(s_i) that it received after its last arrival, and arrives
-    with g = x_(s_i) - y_i at a server whose model is now x. Delayed Nesterov with c = 0:
+    Island i trains from the x_(s_i) that it received after its last arrival, and arrives with g =
+    x_(s_i) - y_i at a server whose model is now x. Delayed Nesterov with c = 0:
 
         each arrival:       x <- x - eta g / N;   D <- D + g
         every N-th arrival: m <- beta m + D / N;  x <- x - eta beta m;  D <- 0

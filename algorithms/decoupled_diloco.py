@@ -53,8 +53,8 @@ def decoupled_diloco(
     """Merge one fragment of the model at a time, from the islands that are up.
 
     A syncer holds the outer model x. When it merges fragment p, island i has taken c_i steps, on
-    t_i tokens, since it last took part in a merge of p. With w_i = t_i^2 / c_i, and w_i = 0 for an
-    island that is down or has sent nothing,
+    t_i tokens, since its last merge of p. With w_i = t_i^2 / c_i, and 0 for an island that has sent
+    nothing,
 
         Delta_i = x_p - y_ip;   Delta = merge(w, Delta);   x_p <- Outer_p(x_p, Delta),
 

@@ -86,7 +86,7 @@ def easgd(
 
     Reference:
         Zhang, Choromanska, LeCun, Deep learning with Elastic Averaging SGD, arXiv:1412.6651,
-        section 3, equations 5 and 6, and algorithm 1 (the period).
+        section 3, and algorithm 1 (the period).
     """
     check_optimizer("easgd", "optimizer", optimizer)
     check_setting("easgd", "beta", beta, PROBABILITY, remedy="Pass 0.9, as the paper.")

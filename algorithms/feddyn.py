@@ -72,8 +72,7 @@ def feddyn(
         h   <- h - alpha S / N mean_i (y_i - x)
         x   <- mean_i y_i - h / alpha.
 
-    At a fixed point all y_i are x and g_i = grad f_i(x), so that x is a stationary point of the
-    mean of the f_i.
+    At a fixed point g_i = grad f_i(x), so that x is a stationary point of the mean of the f_i.
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.

@@ -27,7 +27,7 @@ def server_adagrad(
     """Make the server optimizer of FedAdagrad: `v <- v + g^2`.
 
     With pseudo-gradient g: `m <- b1 m + (1 - b1) g`, then v, then `x <- x - eta m / (sqrt(v) +
-    tau)`. m starts at 0, v at tau^2. Nothing is corrected for bias.
+    tau)`. m starts at 0, v at tau^2, without correction for bias.
 
     Args:
         learning_rate: eta. It and the other settings can be traced, to differentiate in them.

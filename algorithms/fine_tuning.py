@@ -26,8 +26,8 @@ def fine_tuning_evaluation(
 ) -> Callable[[Params, Cohort, Cohort], Metrics]:
     """Make a program that evaluates a model on each client before and after fine-tuning.
 
-    Each client takes one optimizer step per batch of its training data, from the shared model, and
-    both models are evaluated on its held-out data: the baseline of personalization.
+    Each client takes one optimizer step per batch of its training data. It is the baseline of
+    personalization.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -37,9 +37,9 @@ def fine_tuning_evaluation(
 
     Returns:
         `evaluate(params, cohort, heldout) -> metrics`, a fedpax program. `cohort` holds the
-        training batches and `heldout` those for evaluation, of the same clients in the same order.
-        Metrics, averaged by the weights of `heldout`: `"loss"` and the metrics of `loss_fn` before
-        fine-tuning, and after it the same names with `"fine_tuned_"` in front.
+        training batches and `heldout` the same clients' batches for evaluation. Metrics, averaged
+        by the weights of `heldout`: `"loss"` and the metrics of `loss_fn` before fine-tuning, and
+        after it the same names with `"fine_tuned_"` in front.
 
     Raises:
         TypeError, ValueError: as in `fedavg`, for either cohort.

@@ -52,8 +52,8 @@ class Region(NamedTuple):
 
     params: Params  # the region's model
     optimizer_state: DelayedNesterovState  # momentum and accumulated updates of its islands
-    # the model that the region's update is measured from, until the region sends it; then the
-    # update on its way; then the global model on its way back.
+    # the model that the region's update is measured from; once that is sent, the update and then
+    # the global model in transit
     exchanged: Params
 
 

@@ -51,8 +51,8 @@ def hypcluster(
     """Let each client choose the model with the least loss on its data, and average by choice.
 
     Each client i of the cohort receives all models x_1 ... x_q, chooses j(i) = argmin_j f_i(x_j),
-    and takes one optimizer step per batch from x_j(i), ending at y_i. Each model is averaged as in
-    FedAvg over the clients that chose it:
+    and takes one optimizer step per batch from x_j(i) to y_i. Each model is averaged over its
+    clients:
 
         x_j <- x_j + sum_{i: j(i) = j} n_i (y_i - x_j) / sum_{i: j(i) = j} n_i
 

@@ -74,9 +74,8 @@ def mime(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. The paper averages uniformly:
-        leave `cohort.num_examples` None, or set it to weigh clients by their examples. grad f_i(x)
-        is over all examples of the client: a batch counts by the sum of its `"mask"`, and batches
-        without a mask count equally.
+        leave `cohort.num_examples` None, or set it to weigh clients by their examples. In grad
+        f_i(x), a batch counts by the sum of its `"mask"`.
 
     Raises:
         TypeError, ValueError: as in `fedavg`.

@@ -132,8 +132,7 @@ def self_tuning(
     Reference:
         Rush et al., Federated Automatic Differentiation, arXiv:2301.07806 (hypergradients through
         rounds); Baydin et al., Online Learning Rate Adaptation with Hypergradient Descent,
-        arXiv:1703.04782, algorithm 1. Built here: one gradient step in log h after each round, by
-        the loss on the round's own cohort.
+        arXiv:1703.04782, algorithm 1.
     """
     check_optimizer("self_tuning", "hyper_optimizer", hyper_optimizer, optional=True)
     optimizer = optax.adam(0.05) if hyper_optimizer is None else hyper_optimizer

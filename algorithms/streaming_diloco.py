@@ -67,8 +67,8 @@ def streaming_diloco(
 ) -> FederatedAlgorithm[StreamingDiLoCoState]:
     """Synchronize one fragment of the model at a time, while the islands train.
 
-    A round has H steps and P fragments. It is divided into P blocks of H / P steps, and block p
-    ends with the synchronization of fragment p. The transfer starts tau steps before the end:
+    A round of H steps is divided into P blocks. Block p ends with the synchronization of fragment
+    p. Its transfer starts tau steps before the end:
 
         after H / P - tau steps of the block:  start to average  Delta_p = mean_i (x_p - y_ip);
         after the other tau steps:             x_p <- Outer_p(x_p, Delta_p);
@@ -195,8 +195,8 @@ def streaming_diloco(
                 reports += during
                 aggregator_reports += of_aggregator
 
-        # Reduced once, and after the last transfer: the compiler combines reductions that do not
-        # depend on each other, and a transfer combined with the metrics would wait for the steps.
+        # Reduced once, and after the last transfer: the compiler would combine a transfer with the
+        # metrics, and it would wait for the steps.
         state, reports = jax.lax.optimization_barrier((state, reports))
         averages = federated_map(lambda island: average_reports(island).metrics, reports)
         metrics = mean_metrics(averages, weights, server.aggregator)

@@ -147,18 +147,15 @@ def most_phases_ahead(parts: AlgorithmParts) -> int:
 class FederatedAlgorithm(NamedTuple, Generic[StateT]):
     """A federated method: the initial state, and the round that advances it.
 
-    Both are pure functions and can be jitted. The state is an immutable `NamedTuple` whose field
-    `params` is the server's model. State that participants keep between rounds is a placed value
-    inside it: a leading axis of the placement's size. `round` returns a state of the same
-    structure, shapes, dtypes and shardings, so that the caller can donate the old one. `init` must
-    copy `params` if the state is donated: otherwise the round deletes the caller's arrays.
-
-    To a type checker, `FederatedAlgorithm[FedAvgState]` has this state; without brackets, any.
+    Both are pure functions and can be jitted. The state is a `NamedTuple` whose field `params` is
+    the server's model. State that participants keep between rounds has a leading axis of the
+    placement's size. `round` returns a state of the same structure, shapes, dtypes and shardings,
+    so that the old one can be donated. `init` must then copy `params`: otherwise the round deletes
+    the caller's arrays.
 
     A run can resume with another number of participants: placed values are then averaged or copied
-    (`fedpax.checkpoints.resize_weights`). If this makes no sense for a method, its state has a
-    property `fixed_participants` that returns the reason, such as "each expert belongs to a
-    domain", and resuming raises.
+    (`fedpax.checkpoints.resize_weights`). Resuming raises if the state has a property
+    `fixed_participants`, the reason against it, such as "each expert belongs to a domain".
 
     Attributes:
         init: `params -> state`.
@@ -179,7 +176,7 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
             aggregator, so that the method has no epsilon. Default None: nothing.
 
     Example:
-        Gradient descent on a quadratic is a method with one participant and one local step:
+        Gradient descent on a quadratic, with one participant and one local step:
 
         >>> from typing import NamedTuple
         >>> import jax, jax.numpy as jnp

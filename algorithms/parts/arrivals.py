@@ -32,9 +32,8 @@ def outer_gradients(
     aggregator: Aggregator | None,
 ) -> tuple["ArrivingUpdates", optax.OptState, Bool[Array, " islands"], Metrics]:
     """Train each island that is present from its own model. Inside a program."""
-    # Returns the outer gradients and the inner states, placed; which islands have a valid step, and
-    # so an update to send; the mean metrics of those islands, with a schedule also their number,
-    # `arrivals`.
+    # Returns the outer gradients and the inner states, placed; which islands have an update to
+    # send; their mean metrics, with a schedule also their number, `arrivals`.
     cohort = without_absent(cohort, cohort.client_ids)
     if cohort.schedule is not None:
         cohort = without_absent(cohort, cohort.schedule.position)
@@ -78,8 +77,8 @@ class ArrivingUpdates(NamedTuple):
         self, arriving: Bool[Array, " islands"], before: Combined
     ) -> tuple[Params, Float[Array, ""], Combined]:
         """Combine the updates of the islands that arrive together. Inside a program."""
-        # Returns the sum of their updates: their number times the aggregate; their number, float32;
-        # the carry. If no island arrives, the sum is 0 and the aggregator's state does not change.
+        # Returns the sum of their updates, their number, and the carry. If no island arrives, the
+        # sum is 0 and the aggregator's state does not change.
         if self.aggregator is None:
 
             def send(update: Params, here: Bool[Array, ""]) -> tuple[Params, jax.Array]:
@@ -137,9 +136,6 @@ def arrivals_aggregator(
     return without_epsilon(checked)  # it would be averaged over the combinations of a round
 
 
-# ---- delayed Nesterov: momentum that is updated once in several arrivals
-
-
 class DelayedNesterovState(NamedTuple):
     """The state of delayed Nesterov."""
 
@@ -151,14 +147,13 @@ class DelayedNesterovState(NamedTuple):
 class DelayedNesterov(NamedTuple):
     """A server's optimizer for gradients that arrive one at a time, or some together.
 
-    For a gradient g, with N the period. The second line is for every N-th gradient, the first line
-    for all other gradients:
+    For a gradient g, the second line is for every N-th one, the first line for all others:
 
         x <- x - eta (g / N + c beta m);  D <- D + g
         m <- beta m + (D + g) / N;  x <- x - eta (g / N + (1 - c N + c) beta m);  D <- 0
 
-    Each of the gradients that arrive together counts as an arrival, and all are applied before the
-    momentum. If the N-th arrival is one of them, the later ones are part of the same update.
+    Gradients that arrive together count as an arrival each, and are applied before the momentum:
+    those after the N-th are part of its update.
 
     Attributes:
         learning_rate: eta. An arrival moves x by eta / N times its gradient.
@@ -253,8 +248,6 @@ def check_delayed_nesterov(method: str, name: str, server: DelayedNesterov) -> N
     )
 
 
-# ---- factors of stale updates
-
 StalenessFn: TypeAlias = Callable[[Float[Array, ""]], Float[Array, ""]]
 """The factor of an update by its staleness: `float32 scalar -> float32 scalar`."""
 
@@ -306,9 +299,6 @@ def hinge_staleness(slope: float, free: float) -> StalenessFn:
     )
     check_setting("hinge_staleness", "free", free, NON_NEGATIVE, remedy="Pass 0.0 for none.")
     return lambda staleness: 1.0 / (slope * jnp.maximum(staleness - free, 0.0) + 1.0)
-
-
-# ---- the last versions of the server's model, from which stale participants have started
 
 
 class History(NamedTuple):

@@ -43,14 +43,13 @@ def decoupled_diloco_parts(
 ) -> AlgorithmParts:
     """Make the parts of Decoupled DiLoCo, for `fedpax syncer` and `fedpax join`.
 
-    The inner steps, the fragments, the outer optimizer and the merge are the same as in
-    `decoupled_diloco`. That method reads the times of steps and failures from a schedule; here they
-    are real. Three rules differ, so that a late island loses no step within `max_staleness`:
+    This is `decoupled_diloco` with real times of steps and failures in place of a schedule. Three
+    rules differ, so that a late island loses no step within `max_staleness`:
 
-    - An island keeps the steps that it takes during the transfer of a fragment. They are added to
-      the merged fragment, and are part of its next update.
-    - An update that arrives after its merge is part of the next merge of its fragment. Its outer
-      gradient is the difference to the outer model that the island had, not to the newest one.
+    - Steps during the transfer of a fragment are added to the merged one, and are part of the next
+      update.
+    - A late update is part of the next merge of its fragment. Its outer gradient is the difference
+      to the outer model that the island had.
     - An update has the steps since the island's previous update of the fragment. Its weight is
       tokens^2 / steps, as in the paper.
 
@@ -146,16 +145,13 @@ def decoupled_diloco_parts(
     )
 
 
-# ---- the radial-directional mean: directions and norms of updates, averaged separately
-
-
 def is_embedding(path: str) -> bool:
     """Return whether a parameter's path names an embedding, by the letters "embed"."""
     return "embed" in path.lower()
 
 
-# The norm that rounding errors can leave of a mean of directions that cancel: a few float32
-# epsilons. The direction of such a mean is arbitrary, another one on another kind of device.
+# The norm that rounding errors can leave of directions that cancel: a few float32 epsilons, in an
+# arbitrary direction.
 _ROUNDING = 1e-6
 
 
@@ -168,10 +164,9 @@ def directional_mean(
 
         (sum_i w_i |u_i| / W) * phi(sum_i w_i phi(u_i) / W).
 
-    Updates of independent islands are nearly orthogonal. Their plain mean is then sqrt(M) times
-    shorter than each update; this mean keeps their length, so that the outer learning rate does not
-    depend on the number M of islands. One reduction, of the bytes of a plain mean and two norms per
-    tensor.
+    The plain mean of nearly orthogonal updates of M islands is sqrt(M) times shorter than each;
+    this mean keeps their length, so that the outer learning rate does not depend on M. It is one
+    reduction, of the bytes of a plain mean and two norms per tensor.
 
     Args:
         plain: whether a parameter, by its path such as `"layers/attention/key"`, is plainly
@@ -195,7 +190,6 @@ def directional_mean(
 
     Reference:
         Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428.
-        The norms are averaged as scalars, each tensor by itself.
     """
 
     def init(params: chex.ArrayTree) -> EmptyState:

@@ -112,8 +112,8 @@ class Phases(NamedTuple):
             delta, aggregator_state, metrics = self.server.average(before, p, fragment, weights)
         train(length)  # no step needs delta
         if length and not isinstance(p, int):
-            # The TPU's compiler would take the fragment from the models before and after these
-            # steps in one operation, and so send after the steps.
+            # The TPU's compiler would take it from the models before and after in one operation,
+            # and so send after the steps.
             models, delta = jax.lax.optimization_barrier((state.local_params, delta))
             state = state._replace(local_params=models)
         states = with_entry(state.aggregator_state, p, aggregator_state)

@@ -33,8 +33,7 @@ rows of one fragment are equally spaced.
 class Fragment(NamedTuple):
     """A part of a pytree: some leaves, and of some leaves equally spaced rows of the first axis."""
 
-    # for each leaf, in the order of `jax.tree.leaves`: its rows, or None where the leaf has no part
-    # in the fragment. `slice(None)` is the whole leaf.
+    # for each leaf, as in `jax.tree.leaves`: its rows, `slice(None)` for all, or None for no part
     rows: tuple[slice | None, ...]
     # for each leaf of the fragment: whether the inner optimizer never moves it. Empty: none is.
     frozen: tuple[bool, ...] = ()
@@ -115,9 +114,8 @@ def layer_fragments(
     """Assign stacked layers to fragments, and all other parameters to the last fragment.
 
     A parameter belongs to the layers if a key of its path is `layers`. Its first axis is the layer.
-    With P fragments, the L layers are shared by the first P - 1, and the last one holds the
-    parameters outside the layers, such as embeddings. "strided" deals layer l to fragment
-    l mod (P - 1); "sequential" gives each fragment adjacent layers.
+    The first P - 1 fragments share the layers: "strided" deals layer l to fragment l mod (P - 1);
+    "sequential" gives each fragment adjacent layers.
 
     Args:
         num_fragments: P, number of fragments. 1: all parameters in one fragment.
@@ -143,8 +141,7 @@ def layer_fragments(
 
     Reference:
         Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512,
-        section 2.2. The paper's fragments hold 3 layers each; where it puts the embeddings is not
-        said.
+        section 2.2. The paper's fragments hold 3 layers each.
     """
     if isinstance(num_fragments, bool) or not isinstance(num_fragments, int):
         raise ArgumentTypeError(
@@ -189,7 +186,6 @@ def make_fragments(
     optimizer: optax.GradientTransformation | None = None,
 ) -> tuple[Fragment, ...]:
     """Divide parameters into fragments, and mark those that an inner optimizer never moves."""
-    # Returns the fragments. Each part of each parameter belongs to exactly one of them.
     fragment_of = fragments if callable(fragments) else layer_fragments(fragments)
     parts = [
         _rows_by_fragment(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, fragment_of)
@@ -265,8 +261,7 @@ def _slice(leaf: jax.Array, rows: slice, offset: int | jax.Array) -> jax.Array:
 def _replace(leaf: jax.Array, rows: slice, offset: int | jax.Array, new: jax.Array) -> jax.Array:
     if rows == slice(None):
         return new
-    # Spread the new rows over the leaf's length, and select: elementwise operations that fuse. An
-    # update of slices would become a scatter under vmap.
+    # Select elementwise, which fuses: an update of slices would become a scatter under vmap.
     before, after = rows.start + offset, leaf.shape[0] - rows.stop - offset
     if is_traced := isinstance(offset, jax.Array):
         before = after = leaf.shape[0] - (rows.stop - rows.start)
@@ -289,8 +284,8 @@ State = TypeVar("State", bound=Any)
 class FragmentServer(NamedTuple):
     """The outer model of islands, with states for each fragment. Inside a program."""
 
-    # It reads and replaces fields of a method's state, a NamedTuple: `params`, `local_params`,
-    # `outer_optimizer_state` and `aggregator_state`. The last two have an entry for each fragment.
+    # It replaces fields of a method's state: `params`, `local_params`, `outer_optimizer_state` and
+    # `aggregator_state`. The last two have an entry for each fragment.
 
     optimizer: optax.GradientTransformation  # steps each fragment of the outer model
     aggregator: Aggregator  # combines the islands' outer gradients of a fragment

@@ -14,15 +14,13 @@ from fedpax.algorithm import Metrics, Params
 from fedpax.primitives.jaxpr_analysis import zero_results
 from fedpax.primitives.layout import unplaced_aval
 
-# Raised by an optimizer whose update takes further arguments, or whose masks and labels belong to
-# other parameters. Other errors are defects in its code.
+# Raised by an optimizer with further arguments, or with masks and labels of other parameters.
 UNSUITABLE = (TypeError, ValueError, LookupError, AttributeError)
 
 
 def frozen_leaves(optimizer: optax.GradientTransformation, params: Params) -> list[bool]:
     """Return for each parameter whether an optimizer leaves it as it is, whatever the gradient."""
-    # This is read from the graph of `optimizer.update`: an update is 0 if it is computed from zeros
-    # alone, as by `optax.set_to_zero`.
+    # In the graph of `optimizer.update`, an update is 0 if it is computed from zeros alone.
     types = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.result_type(p)), params)
     count = len(jax.tree.leaves(types))
 
@@ -63,8 +61,8 @@ def without_frozen_leaves(
 
 def without_leaves(aggregator: Aggregator, frozen: Sequence[bool]) -> Aggregator:
     """Aggregate all leaves but the frozen ones, whose aggregate is 0."""
-    # They are not sent, and an aggregator that adds noise or rounds does not move them. If all are
-    # frozen, the aggregator has its usual state and metrics.
+    # They are not sent, and noise does not move them. If all are frozen, the aggregator's state and
+    # metrics are as usual.
     if not any(frozen):
         return aggregator
     sent = [True] * len(frozen) if all(frozen) else [not x for x in frozen]

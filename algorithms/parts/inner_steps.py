@@ -38,8 +38,8 @@ OuterGradient: TypeAlias = Callable[
 
 def make_inner_steps(loss_fn: LossFn, inner_optimizer: optax.GradientTransformation) -> InnerSteps:
     """Make the function that takes an island's inner steps, one per batch."""
-    # The methods of the DiLoCo family map it over their islands. An island with a runtime of its
-    # own (`fedpax.islands`) compiles it without a map. Both take the same steps.
+    # Methods map it over their islands; one with its own runtime (`fedpax.islands`) compiles it
+    # alone.
 
     def inner_steps(
         params: Params, inner_state: optax.OptState, batches: chex.ArrayTree, num_steps: NumSteps
@@ -57,9 +57,8 @@ def make_inner_steps(loss_fn: LossFn, inner_optimizer: optax.GradientTransformat
 
 def keep_step_together(inner_steps: InnerSteps) -> InnerSteps:
     """Keep the operations of a phase of one step together in a program for a TPU."""
-    # XLA inlines the loop of such a phase. A transfer between slices that should be in flight
-    # during the step can then start after it, or complete before it. XLA inlines no conditional
-    # whose predicate it does not know.
+    # XLA inlines the loop of such a phase, and a transfer that should be in flight during the step
+    # may start after it or complete before it. It inlines no conditional of unknown predicate.
 
     def one_step(
         params: Params, inner_state: optax.OptState, batches: chex.ArrayTree, num_steps: NumSteps

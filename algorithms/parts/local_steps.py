@@ -33,17 +33,17 @@ def local_steps(
     """Take one optimizer step per batch: `y <- y + update(grad loss_fn(y, batch))`.
 
     A batch is padding if its index is `num_steps` or more, or if `batches` is a dict with a field
-    `"mask"` that is zero for the whole batch. A step on padding changes nothing, and the values of
-    a padded batch are never read.
+    `"mask"` that is zero for the whole batch. Its step changes nothing, and its values are never
+    read.
 
-    With `num_steps`, the steps run in a loop of variable length that computes no padded step. JAX
-    has a forward derivative of it (`jax.jvp`) but no reverse one: `jax.grad` raises.
-    Without `num_steps`, every step is computed, padded steps are discarded, and `jax.grad` works.
+    With `num_steps`, a loop of variable length computes no padded step; `jax.jvp` works, but
+    `jax.grad` raises. Otherwise every step is computed, padded steps are discarded, and `jax.grad`
+    works.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
-        optimizer: any optax optimizer. One that takes extra arguments (such as
-            `optax.GradientTransformationExtraArgs`) receives the step's batch as `batch`.
+        optimizer: any optax optimizer. One with extra arguments receives the step's batch as
+            `batch`.
         params: a pytree of float arrays.
         optimizer_state: the optimizer's state for `params`.
         batches: a pytree of arrays `[steps, batch, ...]`.
@@ -103,16 +103,14 @@ def fold_steps(
     num_steps: Int[Array, ""] | int | None = None,
 ) -> tuple[Carry, Metrics]:
     """Fold a function over a participant's batches, and average its metrics."""
-    # Padding is skipped as `local_steps` skips it.
-    # Returns the last carry, and the metrics averaged in float32 over the steps that were taken; 0
-    # if there were none.
+    # Returns the last carry, and the metrics as `local_steps` does.
     valid = valid_steps(batches, num_steps)
     if valid is None:
         end, metrics = jax.lax.scan(step, start, batches)
         return end, jax.tree.map(_float_mean, metrics)
 
-    # Valid steps first, in their order. Later places repeat a valid batch, so that the values of
-    # padding, which may be NaN or give an infinite loss, reach no gradient.
+    # Valid steps first. Later places repeat a valid batch, so that the values of padding, which may
+    # be NaN, reach no gradient.
     taken = jnp.sum(valid, dtype=jnp.int32)
     places = jnp.argsort(~valid, stable=True)
 
@@ -258,9 +256,7 @@ def _like(new: Any, old: Any) -> Any:
     return new if jnp.result_type(new) == dtype else jnp.asarray(new).astype(dtype)
 
 
-# ---- terms that methods add to the gradients of local steps, as optax transformations; SGD's rate
-#
-# Chain one in front of the client optimizer: `optax.chain(proximal_term(mu, x), client_optimizer)`.
+# ---- terms for `optax.chain(proximal_term(mu, x), client_optimizer)`; SGD's rate
 
 
 def added_term(term: Params) -> optax.GradientTransformation:
@@ -281,8 +277,8 @@ def proximal_term(mu: Any, x: Params) -> optax.GradientTransformation:
 
 def constant_learning_rate(optimizer: optax.GradientTransformation, params: Params) -> float | None:
     """Return eta if each update of an optimizer is `-eta` times the gradient, as of `optax.sgd`."""
-    # Then the sum of K gradients is the distance that K steps cover, divided by eta. In a dtype
-    # narrower than float32, rounding would spoil this quotient.
+    # Then the sum of K gradients is the distance of K steps divided by eta, which rounding spoils
+    # in narrow dtypes.
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
     has_state = bool(jax.tree.leaves(jax.eval_shape(optimizer.init, params)))
     if has_state or not dtypes <= {"float32", "float64"}:

@@ -77,9 +77,8 @@ def cohort_of_population(
     method: str, cohort: Cohort, num_clients: int
 ) -> tuple[Cohort, Int[Array, " participants"]]:
     """Return the cohort of a method with client state, and its ids; -1 where a client is absent."""
-    # Returns the cohort with -1 as the id of each slot whose id is not below `num_clients`: the
-    # store has no state for it. Also of each client of weight 0: it keeps its state, and no sum
-    # over the clients' states counts it. And its client ids.
+    # The ids are -1 where the store has no state (not below `num_clients`), and for clients of
+    # weight 0, which keep their state and count in no sum over clients' states.
     if cohort.client_ids is None:
         raise ArgumentError(
             f"{method}(): cohort.client_ids is None, but {method} keeps state for each client. Set "

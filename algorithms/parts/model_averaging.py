@@ -30,8 +30,8 @@ def merge(
 ) -> chex.ArrayTree:
     """Merge models into one: `theta = sum_j w_j theta_j / sum_j w_j`.
 
-    With equal weights this is the uniform soup. With the posterior of domains, or with weight 1 for
-    one expert and 0 for the rest, it is branch-train-merge's merge, which also starts a new expert.
+    With equal weights this is the uniform soup, and with the posterior of domains
+    branch-train-merge's merge.
 
     Args:
         models: a pytree of float arrays `[n, ...]`, such as `state.expert_params`.
@@ -73,8 +73,8 @@ def greedy_soup(
 ) -> tuple[chex.ArrayTree, list[int]]:
     """Average the models that improve the average, added from the best to the worst.
 
-    On the host, outside of `jax.jit`: the models are sorted by their own scores. Each joins the
-    soup if the score of the soup with it is not worse than without it.
+    On the host: models, sorted by their own scores, join the soup if its score does not become
+    worse.
 
     Args:
         models: a pytree of float arrays `[n, ...]`.
@@ -118,9 +118,8 @@ def permute_islands(
     choice: Int[Array, ""],
 ) -> chex.ArrayTree:
     """Give each island the value of another one: `out[i] = x[choices[choice][i]]`."""
-    # Inside a program. Where the placement's mesh axis holds one participant per device group, this
-    # is one `collective-permute` per leaf, and each participant sends its value once. The choices
-    # are known to the compiler, and one of them is taken at run time.
+    # Inside a program. With one participant per device group, this is one `collective-permute` per
+    # leaf. The compiler knows all choices, and one is taken at run time.
     branches = [lambda x, sources=sources: _permute(x, sources) for sources in choices]
     if len(branches) == 1:
         return branches[0](values)
@@ -129,9 +128,8 @@ def permute_islands(
 
 def perfect_matchings(n: int) -> list[tuple[int, ...]]:
     """Divide n participants into pairs, in all ways of a round-robin tournament."""
-    # In the result every two participants are partners exactly once. If n is odd, one participant
-    # of each matching is its own partner.
-    # Returns for each matching the partner of each participant; one matching of singles for n = 1.
+    # Returns for each matching the partner of each participant: itself for one of them if n is odd.
+    # Every two participants are partners exactly once.
     players = n + n % 2  # with n odd, one participant is paired with itself
     last = players - 1
     matchings = []

@@ -80,8 +80,7 @@ def placed_valid_steps(cohort: Cohort) -> Bool[Array, "participants steps"] | No
 
 def without_absent(cohort: Cohort, index: jax.typing.ArrayLike | None) -> Cohort:
     """Give participants with a negative index or weight 0 no steps. Inside a program."""
-    # A method whose participants have their own states needs it: a weight of 0 keeps a
-    # participant out of means, but its own state would still change.
+    # A weight of 0 alone keeps a participant out of means, but its own state would still change.
     examples = cohort.num_examples
     if index is None and examples is None:
         return cohort
@@ -161,8 +160,6 @@ def participant_weights(cohort: Cohort) -> Weights:
     return federated_map(weight, valid, weights)
 
 
-# ---- the mean of the participants' metrics, beside an aggregator that may leave participants out
-
 NON_FINITE_PARTICIPANTS = "non_finite_participants"
 
 
@@ -177,11 +174,9 @@ class _Terms(NamedTuple):
 
 def mean_metrics(metrics: Metrics, weights: Weights, aggregator: Aggregator) -> Metrics:
     """Average the participants' metrics by weight. Inside a program."""
-    # One participant with a NaN makes the plain mean of the updates NaN, and so the model: the
-    # metrics are averaged like the updates, so that the loss is NaN too. A robust aggregator keeps
-    # the model finite. Each metric is then the mean over the participants whose value is finite,
-    # and a further metric, `"non_finite_participants"`, is the number of present participants with
-    # a value that is not.
+    # A NaN makes the plain mean of the updates NaN, and that of the metrics too. Beside a robust
+    # aggregator, which keeps the model finite, each metric is the mean of its finite values, and
+    # `"non_finite_participants"` is the number of present participants with another value.
     if not aggregator.tolerates_non_finite:
         return federated_mean(metrics, weights)
     if NON_FINITE_PARTICIPANTS in metrics:
@@ -228,10 +223,9 @@ def rematerialized_map(
     fn: Callable[..., chex.ArrayTree], *args: chex.ArrayTree, chunk_size: ChunkSize
 ) -> chex.ArrayTree:
     """Run a function on every client; in chunks, derivatives recompute it. Inside a program."""
-    # `chunk_size` promises memory that does not grow with the number of clients. A derivative of
-    # `federated_map` stores the residuals of every client if a reduction separates the forward pass
-    # from the backward pass, as in each round that averages. Under `jax.checkpoint` the clients run
-    # again instead. Without derivatives, the compiled round is the same.
+    # `chunk_size` promises memory that does not grow with the number of clients, but a derivative
+    # of `federated_map` stores the residuals of every client if a reduction separates the forward
+    # pass from the backward pass. Under `jax.checkpoint` the clients run again instead.
     #
     # `federated_map` does not do this by itself, because a gradient that needs no result of a
     # reduction stores nothing and would pay for a second forward pass.

@@ -31,8 +31,7 @@ Tree = TypeVar("Tree", bound=chex.ArrayTree)
 class Server(NamedTuple):
     """The server of a method that averages: an aggregator, then an optimizer."""
 
-    # It reads and replaces three fields of a method's state, a NamedTuple: `params`,
-    # `server_optimizer_state` and `aggregator_state`.
+    # It replaces `params`, `server_optimizer_state` and `aggregator_state` in a method's state.
 
     optimizer: optax.GradientTransformation  # steps along the aggregated pseudo-gradient
     aggregator: Aggregator  # combines the participants' pseudo-gradients x - y_i
@@ -67,8 +66,6 @@ class Server(NamedTuple):
         self, state: State, pseudo_gradients: Params, metrics: Metrics, weights: Weights
     ) -> tuple[State, Metrics]:
         """End a round: aggregate, step, and average the participants' metrics by weight."""
-        # Returns the state with the server's three fields replaced, and metrics: the averages, and
-        # the aggregator's metrics.
         weights = as_floats(weights)
         pseudo_gradient, state, reported = self.aggregate(state, pseudo_gradients, weights)
         metrics = with_reported(mean_metrics(metrics, weights, self.aggregator), reported)
@@ -79,8 +76,7 @@ def unless_all_absent(
     weights: Weights, stepped: Tree, before: Tree, aggregator: Aggregator
 ) -> Tree:
     """Return the result of a server's step; the state before it if no participant takes part."""
-    # The momentum of a server optimizer would otherwise move the model in a round in which every
-    # weight is 0. Inside a program. Without weights, each participant takes part.
+    # Momentum would otherwise move the model. Inside a program. Without weights, each takes part.
     if weights is None or aggregator.acts_when_all_absent:
         return stepped
     total = federated_sum(as_floats(weights))  # the mean's own sum: nothing more is sent

@@ -40,10 +40,9 @@ class Cohort(_Fields):
     `fedpax.data.cohort_rounds` sets all fields but `schedule`.
 
     If `batches` is a dict with a field `"mask"`, an example (or token) whose mask is 0 or False is
-    padding. A step with only padding has no effect on parameters, optimizer state, step count and
-    metrics. A participant of weight 0 is absent: whatever its batches hold, it changes neither the
-    model nor its own state. The weight is 0 if `num_examples` is 0 or negative, without a step, and
-    with a negative client id.
+    padding. A step with only padding has no effect. A participant of weight 0 is absent: it changes
+    neither the model nor its own state. The weight is 0 if `num_examples` is 0 or negative, without
+    a step, and with a negative client id.
 
     Attributes:
         batches: a pytree of arrays `[participants, steps, batch, ...]`. `"mask"` in a dict:
@@ -58,8 +57,8 @@ class Cohort(_Fields):
         client_ids: int `[participants]`, each client's index in its population, different from one
             another; -1 for an empty slot of the cohort. A method with client state raises for a
             client that is twice; under `jax.jit` it cannot, and any one of the two new states is
-            stored. To a method with client state, an index that is not below its `num_clients` is
-            an empty slot too. Default None: unknown, for algorithms without client state.
+            stored. To a method with client state, an index not below its `num_clients` is an empty
+            slot too. Default None: unknown, for algorithms without client state.
         schedule: when participants arrive, for a method that runs over simulated time: `Arrivals`,
             `ArrivalOrder`, `RegionalOrder` or `Syncs` of `fedpax.clients`. Default None:
             participants are equally fast and never fail.
@@ -67,9 +66,9 @@ class Cohort(_Fields):
     Raises:
         TypeError: a NumPy array is not numbers.
         ValueError: JAX cannot hold a value of a NumPy array, such as an int64 beyond int32 without
-            `jax_enable_x64`. A larger `num_examples` is kept in float32. Or a NumPy array
-            `num_examples` has a value that is not finite, or a sum out of the range of float32. Or
-            a NumPy array `num_steps` has a value below 0 or above the steps of `batches`.
+            `jax_enable_x64` (but a larger `num_examples` is kept in float32); a NumPy array
+            `num_examples` has a value that is not finite, or a sum out of the range of float32; or
+            one of `num_steps` is below 0 or above the steps of `batches`.
 
     Example:
         >>> import numpy as np
@@ -132,9 +131,8 @@ def check_cohort(
     Raises:
         TypeError: `cohort` is not a `Cohort`, the dtype of `num_steps` or `client_ids` is not an
             integer dtype, or `schedule` has another type.
-        ValueError: no batches, a leaf without the axes `[participants, steps, batch]` or with 0
-            steps, leaves with different numbers of steps, a field of another shape than
-            `[participants]`, or a schedule without this axis.
+        ValueError: no batches, a leaf without the axes `[participants, steps, batch]`, no steps or
+            different numbers of them, or a field or schedule without the axis `[participants]`.
 
     Example:
         >>> check_cohort("fedavg", {"x": np.ones((2, 1))}, 2)
@@ -330,7 +328,7 @@ class CohortStream(Protocol):
 class IslandStream(CohortStream, Protocol):
     """A stream of cohorts that can read the rows of one island alone.
 
-    Without it, an island of `fedpax join` reads the rows of all islands and keeps its own.
+    Otherwise an island of `fedpax join` reads the rows of all islands.
     """
 
     def keep_island(self, island: int) -> None:

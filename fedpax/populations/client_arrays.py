@@ -20,7 +20,7 @@ Indices = Int64[np.ndarray, " examples"]
 
 
 class ComputedPartition(Sequence[Indices], abc.ABC):
-    """A sequence of participants' indices, which are made where the sequence is indexed."""
+    """Participants' indices, made where the sequence is indexed."""
 
     @abc.abstractmethod
     def indices_of(self, participant: int) -> Indices:
@@ -92,8 +92,8 @@ def concatenate_clients(
             and dtypes. The number of examples can differ between clients, and can be 0.
 
     Returns:
-        The examples, a dict of arrays `[examples, ...]` over all clients in order; and the
-        population, for each client the indices of its examples.
+        The examples, a dict of arrays `[examples, ...]`; and the population, for each client the
+        indices of its examples.
 
     Raises:
         TypeError: a client is not a dict of arrays.

@@ -33,8 +33,8 @@ class ClientSampler:
     proportion to the cohort, not the population, unless a few clients have nearly all of the
     weight.
 
-    With weights w, clients are drawn one after another, each with a probability in proportion to
-    its weight among the clients that have not been drawn.
+    With weights, clients are drawn one after another, in proportion to the weights of those not yet
+    drawn.
 
     With `sampling_probability` q, each available client joins each round with probability q,
     independently (Poisson sampling); a round can have no client. If more than `cohort_size` clients
@@ -48,8 +48,8 @@ class ClientSampler:
         weights: floats `[num_clients]`, at least 0. Clients of weight 0 are never drawn. Default
             None: sample uniformly.
         available: a function `round -> booleans [num_clients]`, True for clients that can take part
-            in that round; it must depend on the round number alone. Default None: every client is
-            available in every round.
+            in that round; it must depend on the round number alone. Default None: all clients in
+            all rounds.
         sampling_probability: the probability q that an available client joins a round, above 0 and
             at most 1. It cannot be combined with `weights`. Default None: cohorts of `cohort_size`
             clients.

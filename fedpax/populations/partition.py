@@ -123,7 +123,7 @@ def partition_natural(source: Examples | Any, field: str | None = None) -> Natur
 
     Returns:
         For each participant the sorted indices of its examples, int64. Participants are sorted by
-        value, and the attribute `names` has the values.
+        value, and `names` has the values.
 
     Raises:
         KeyError: the examples have no such field.

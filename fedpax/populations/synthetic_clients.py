@@ -28,8 +28,7 @@ class DirichletClients(ComputedPartition):
     Args:
         labels: integers `[examples]`, the labels of the pool.
         num_clients: the size of the population.
-        alpha: the concentration, above 0. With a small alpha each client has few labels; with a
-            large one all clients are alike.
+        alpha: the concentration, above 0; the smaller it is, the more clients differ.
         median_examples: the median number of examples per client.
         sigma: the standard deviation of the logarithm of a client's number of examples. Default 0:
             every client has the same number.
@@ -214,7 +213,7 @@ def leaf_clients(
     """Generate clients as LEAF's code does: few examples each, and models in clusters.
 
     With p clusters, client k draws its cluster c by `cluster_probabilities`, and labels its inputs
-    by a linear model W_k, which depends on a description u_k of size p:
+    by a linear model W_k from a description u_k of size p:
 
         Q ~ N(0, 1), [num_features + 1, num_classes, p];   m_c ~ N(l_c, 1),  l_c ~ N(0, 1);
         u_k ~ N(m_c, 0.1^2);   W_k = Q u_k;

@@ -1,8 +1,7 @@
 """Experiments: zero-argument functions, each returns a configuration that can be trained.
 
-`fedpax list` names them. `find_experiment("fedavg_digits")` returns the function of one, and so
-does `from fedpax.experiments.fedavg_images import fedavg_digits`. The names of this package are
-for experiments of your own: classes to inherit from, and fields for a method or an aggregator.
+`fedpax list` names them, and `find_experiment("fedavg_digits")` returns one. The names of this
+package are for experiments of your own: base classes, and fields for a method or an aggregator.
 """
 
 from typing import TYPE_CHECKING

@@ -40,11 +40,7 @@ class ExperimentGroup(NamedTuple):
 
 
 def experiments() -> dict[str, Callable[[], Experiment]]:
-    """Import the experiments that come with fedpax.
-
-    Returns:
-        The functions by name.
-    """
+    """Import the experiments that come with fedpax; return their functions by name."""
     return {name: find_experiment(name) for name in EXPERIMENTS}
 
 
@@ -148,9 +144,6 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
             installed, on `PYTHONPATH` or below the current folder, or `path/to/file.py:function`,
             or `group:name`. The group is one from `GROUPS`, or a function as before, which is
             called.
-
-    Returns:
-        The function.
 
     Raises:
         UnknownExperimentError: there is no such function.

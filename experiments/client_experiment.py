@@ -89,7 +89,6 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
     takes_clusters: ClassVar[bool] = False  # methods with several models, such as hypcluster
 
     def __post_init__(self) -> None:
-        """Check the ranges, what the method takes, and the aggregator's cohorts."""
         super().__post_init__()
         if not self.method.has_server_optimizer and self.server != ServerConfig():
             raise ArgumentError(

@@ -46,7 +46,6 @@ class FedAvgCharacters(FedAvgTokens):
     model: LSTMConfig = dataclasses.field(default_factory=_published_model)
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that the network has an output for each character."""
         super().__post_init__()
         if self.model.vocab_size != (size := len(SHAKESPEARE_CHARACTERS) + NUM_SPECIAL):
             raise ArgumentError(
@@ -99,10 +98,8 @@ class FedAvgCharacters(FedAvgTokens):
 def fedyogi_shakespeare() -> FedAvgCharacters:
     """FedYogi on Shakespeare's plays, next-character prediction, 10 of 715 roles. Downloads once.
 
-    The settings of the paper: 10 clients per round, batches of 4 rows of 80 characters, one epoch,
-    1,200 rounds, client learning rate 1, server learning rate 0.01, b1 = 0.9, b2 = 0.99,
-    tau = 10^-3; an LSTM of 820,522 parameters, clients weighted by their numbers of characters.
-    The loss of a batch is the mean over its characters, without padding.
+    The settings of the paper: an LSTM of 820,522 parameters, clients weighted by their numbers of
+    characters. The loss of a batch is the mean over its characters, without padding.
 
     Reference:
         Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, section 5 and appendix. The

@@ -1,7 +1,4 @@
-"""FedAvg on users' images: files in folders, or a column of images.
-
-`fedpax train --exp=fedavg_images --data.files='photos/{client}/{label}/*.jpg'`
-"""
+"""FedAvg on users' images: files in folders, or a column of images."""
 
 import dataclasses
 import functools
@@ -73,7 +70,6 @@ class ImagesConfig(FilesConfig):
     columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the ranges and the classes."""
         super().__post_init__()
         stated = [parse_treatment(text) for text in self.columns]
         if len(stated) > 1 or any(t.name != self.label or t.values is None for t in stated):

@@ -78,7 +78,6 @@ class FedAvgImages(FedAvgExperiment):
     model: CNNConfig | ResNetConfig | MLPConfig
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that the network takes images of the crops' size."""
         super().__post_init__()
         if self.crop_size is None or not isinstance(self.model, CNNConfig):
             return
@@ -241,9 +240,7 @@ def private_population() -> FedAvgImages:
 def fedadam_emnist() -> FedAvgImages:
     """FedAdam on EMNIST by writer, 62 classes, 10 of 3,400 writers per round. Downloads once.
 
-    The settings of the paper: 10 clients per round, batches of 20, one epoch, 1,500 rounds, client
-    learning rate 10^-1.5, server learning rate 10^-2.5, b1 = 0.9, b2 = 0.99, tau = 10^-4, the best
-    of the authors' grid; dropout of 1/4 of the pooled and 1/2 of the hidden features.
+    The settings of the paper, with the learning rates and tau that are best in the authors' grid.
 
     Reference:
         Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, section 5 and appendix. The
@@ -265,11 +262,8 @@ def fedadam_emnist() -> FedAvgImages:
 def fedyogi_cifar100() -> FedAvgImages:
     """FedYogi on CIFAR-100 by client, 10 of 500 clients per round. Downloads once.
 
-    The settings of the paper: 10 clients per round, batches of 20, one epoch, 4,000 rounds, client
-    learning rate 10^-1.5, server learning rate 1, b1 = 0.9, b2 = 0.99, tau = 0.1; ResNet-18 with
-    group normalization, 11,227,812 parameters, and 10^-4 times the squared weights in the loss;
-    standardized crops of 24 x 24 pixels, in training at random places and half of them flipped. The
-    places differ between the images of a batch, unlike in the authors' code.
+    The settings of the paper: ResNet-18 with group normalization, 11,227,812 parameters. The places
+    of crops differ between the images of a batch, unlike in the authors' code.
 
     Reference:
         Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, section 5 and appendix. The

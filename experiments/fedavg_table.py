@@ -1,7 +1,4 @@
-"""FedAvg on users' tables: linear and logistic regression, and multilayer perceptrons.
-
-`fedpax train --exp=fedavg_table --data.files='hospitals/*.csv' --data.label=outcome`
-"""
+"""FedAvg on users' tables: linear and logistic regression, and multilayer perceptrons."""
 
 import dataclasses
 import functools
@@ -58,7 +55,6 @@ class FedAvgTable(FedAvgFiles):
     field = "features"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         if not all(size in COUNT for size in self.hidden_sizes):
             raise ArgumentError(

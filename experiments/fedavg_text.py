@@ -1,8 +1,4 @@
-"""FedAvg on text: each client has its own documents, such as the files of one module.
-
-`fedpax train --exp=fedavg_lora_text --model.weights=models/base` trains adapters of a model that
-`fedpax export` has written. At sites, `fedpax syncer` and `fedpax join` run the rounds.
-"""
+"""FedAvg on text: each client has its own documents, such as the files of one module."""
 
 import dataclasses
 import functools

@@ -157,7 +157,6 @@ class FedAvgWords(FedAvgTokens):
     model: LSTMConfig = dataclasses.field(default_factory=LSTMConfig)
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that the network has an output for each word."""
         super().__post_init__()
         if self.model.vocab_size != (size := self.vocab_size + NUM_SPECIAL):
             raise ArgumentError(
@@ -207,11 +206,8 @@ def pad_batches(rows: Batch, size: int) -> list[Batch]:
 def fedadam_stackoverflow() -> FedAvgWords:
     """FedAdam on Stack Overflow, next-word prediction, 50 of 342,477 users a round. Downloads once.
 
-    The settings of the paper: 50 clients per round, batches of 16 sentences of 20 words, at most
-    1,000 sentences of a client, one epoch, 1,500 rounds, client learning rate 10^-0.5, server
-    learning rate 10^-2, b1 = 0.9, b2 = 0.99, tau = 10^-5; a vocabulary of 10,000 words, an LSTM of
-    4,050,748 parameters, clients weighted by their numbers of words, 10,000 sentences to evaluate
-    on. The loss of a batch is the mean over its words, without padding.
+    The settings of the paper: an LSTM of 4,050,748 parameters, clients weighted by their numbers of
+    words. The loss of a batch is the mean over its words, without padding.
 
     Reference:
         Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, section 5 and appendix. The
@@ -231,11 +227,7 @@ def fedadam_stackoverflow() -> FedAvgWords:
 
 
 def fedyogi_stackoverflow() -> FedAvgWords:
-    """FedYogi with the settings of fedadam_stackoverflow, the best ones for both. Downloads once.
-
-    Reference:
-        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, section 5 and appendix.
-    """
+    """FedYogi with the settings of fedadam_stackoverflow, best for both. Downloads once."""
     base = fedadam_stackoverflow()
     return dataclasses.replace(base, server=dataclasses.replace(base.server, optimizer="yogi"))
 
@@ -249,7 +241,7 @@ NUM_SPECIAL = 4
 class WordRows:
     """A function from sentences to the batches of a language model of words, one row a sentence."""
 
-    # It is a `preprocess` of `cohort_rounds`. A word is a number: 0 is padding, 1 to V are the
+    # A `preprocess` of `cohort_rounds`. A word is a number: 0 is padding, 1 to V are the
     # vocabulary from its first word on, V + 1 is a word outside it, V + 2 the begin and V + 3 the
     # end of a sentence. Row: begin, up to `seq_len` words, and the end if the sentence is shorter.
     # Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, appendix C; the numbers

@@ -63,7 +63,6 @@ class FedBuffImages(FedAvgImages):
     trace: TraceConfig = dataclasses.field(default_factory=TraceConfig)
 
     def __post_init__(self) -> None:
-        """Check the ranges, that the method is FedBuff, and that no clients are sampled."""
         super().__post_init__()
         if self.cohort.sampling_probability is not None:
             raise ArgumentError(

@@ -51,7 +51,6 @@ class RegionsConfig(CheckedConfig):
     merge_weight: Fraction = 0.5
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         if not self.islands or min(self.islands) < 1:
             raise ArgumentError(
@@ -74,7 +73,6 @@ class HALoSText(AsynchronousText):
     regions: RegionsConfig = RegionsConfig()
 
     def __post_init__(self) -> None:
-        """Check that each island has a region."""
         super().__post_init__()
         if sum(self.regions.islands) != self.islands:
             raise ArgumentError(

@@ -105,7 +105,6 @@ class TextDataConfig(CheckedConfig):
     data_dir: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges and the held-out sets."""
         parse_heldout_sets(self.heldout_sets)
         parse_types("--data.types", self.types)
         prompt, answer, messages = self.prompt_field, self.answer_field, self.messages_field

@@ -1,8 +1,4 @@
-"""Pretraining of language models: SPMD training on one island, DiLoCo on several.
-
-Every experiment also runs on another mesh, such as `--mesh.fsdp=16 --mesh.tensor=2`. `fedpax plan`
-reports whether it fits the memory of the devices.
-"""
+"""Pretraining of language models: SPMD training on one island, DiLoCo on several."""
 
 import dataclasses
 

@@ -112,7 +112,6 @@ class TextConfig(TextDataConfig):
         return super().has_mask and (not items or any(item.field is None for item in items))
 
     def __post_init__(self) -> None:
-        """Check the ranges and the mixture."""
         super().__post_init__()
         parse_mixture(self.mixture)
 

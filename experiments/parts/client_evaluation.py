@@ -80,12 +80,7 @@ def masked_loss_by_client(
 def label_weights(
     parts: Sequence[Int[np.ndarray, " examples"]], heldout: Int[np.ndarray, " heldout"]
 ) -> Float[np.ndarray, "clients classes"]:
-    """Weigh held-out examples by client and label; sums are the client's examples of these labels.
-
-    Example:
-        >>> label_weights([np.array([0, 0, 1]), np.array([1])], np.array([0, 1, 1, 1, 1])).tolist()
-        [[2.0, 0.25], [0.0, 0.25]]
-    """
+    """Weigh held-out examples by client and label; sums are a client's examples of these labels."""
     classes = 1 + max(int(labels.max(initial=0)) for labels in (*parts, heldout))
     counts = np.stack([np.bincount(part, minlength=classes) for part in parts])
     return np.asarray(counts / np.maximum(np.bincount(heldout, minlength=classes), 1), np.float64)
@@ -239,7 +234,6 @@ _FORM = re.compile(
 
 def parse_heldout_sets(texts: Sequence[str]) -> tuple[HeldoutSet, ...]:
     """Parse data sets to evaluate on, as `data.heldout_sets` has them."""
-    # Returns the sets.
     sets = []
     for text in texts:
         match = _FORM.fullmatch(text)
@@ -266,9 +260,7 @@ def heldout_evaluator(
     sharding: NamedSharding | None = None,
 ) -> Callable[[Params], dict[str, float]]:
     """Make a function that evaluates a language model on every held-out set."""
-    # The perplexity of a set is `exp(loss)`, where the loss is the mean cross-entropy of its target
-    # tokens in nats. Perplexities of models with different tokenizers are not comparable. A process
-    # reads only the rows of its own devices.
+    # A process reads only the rows of its own devices.
 
     def make(rows: EvaluationRows) -> Callable[[Params], dict[str, float]]:
         return placed_evaluator(

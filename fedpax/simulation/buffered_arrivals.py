@@ -165,8 +165,8 @@ _TRIES = 32
 class _IdleClients:
     """The clients that do not train, in places from which they are drawn."""
 
-    # Only where few clients are up, all are looked at: by arrays, of which those entries are
-    # computed again that have changed since.
+    # Only where few clients are up, all are looked at, in arrays of which changed entries are
+    # computed again.
 
     def __init__(self, trace: Trace, up_times: UpTimes) -> None:
         self._up_times, self._times = up_times, trace.downtimes.reshape(trace.num_participants, -1)

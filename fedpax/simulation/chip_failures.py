@@ -21,17 +21,16 @@ class Cluster:
         years_to_failure: mean years between two failures of a chip, exponential.
         chips_per_slice: number of chips that a failure takes out until the repair.
         repair_seconds: mean seconds between a failure and the slice's return, exponential.
-        reshard_seconds: pause of a learner, or of elastic data parallelism, when it loses a slice:
-            until it has noticed, repeated the step in progress, and resharded over the slices that
-            are left. Failures during the pause are part of it. A repaired slice rejoins without a
-            pause: it reads the state beside the training.
+        reshard_seconds: pause of a learner when it loses a slice: until it has noticed, repeated
+            the step in progress, and resharded over the slices that are left. A repaired slice
+            rejoins without a pause.
         restart_seconds: pause of data parallelism with restart: until all chips are replaced,
-            initialized, and have read the checkpoint. Failures during the pause are part of it.
+            initialized, and have read the checkpoint. Failures during a pause are part of it.
         checkpoint_seconds: seconds between two checkpoints of data parallelism with restart. A
             failure loses the work since the last one. Writing takes no time from training.
         num_spares: number of slices that data parallelism with restart keeps idle, to replace
-            failed ones: its size is fixed. If more are in repair, it waits. Default None: the mean
-            number in repair and three standard deviations.
+            failed ones. If more are in repair, it waits. Default None: the mean number in repair
+            and three standard deviations.
 
     Raises:
         ValueError: a number is out of range.
@@ -47,7 +46,6 @@ class Cluster:
     num_spares: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         if self.num_chips < self.chips_per_slice or self.chips_per_slice < 1:
             raise ArgumentError(
                 f"num_chips is {self.num_chips} and chips_per_slice {self.chips_per_slice}, "
@@ -96,7 +94,7 @@ class Goodput(NamedTuple):
     """The result of a simulation.
 
     Attributes:
-        goodput: chip time that trained over all chip time, from 0 to 1.
+        goodput: share of the chip time that trained.
         uptime: share of the time in which some learner trained.
     """
 

@@ -17,9 +17,6 @@ Distribution: TypeAlias = Callable[[np.random.Generator, int], Draws]
 def constant(value: float) -> Distribution:
     """Make a distribution whose draws all equal `value`.
 
-    Args:
-        value: finite number of at least 0.
-
     Raises:
         ValueError: the value is negative or not finite.
 
@@ -33,10 +30,6 @@ def constant(value: float) -> Distribution:
 
 def uniform(low: float, high: float) -> Distribution:
     """Make the uniform distribution on `[low, high)`.
-
-    Args:
-        low: finite number of at least 0.
-        high: finite number of at least `low`.
 
     Raises:
         ValueError: a bound is negative or not finite, or `high` is below `low`.
@@ -55,9 +48,6 @@ def uniform(low: float, high: float) -> Distribution:
 def exponential(mean: float) -> Distribution:
     """Make the exponential distribution: the time until an event of rate 1 / mean.
 
-    Args:
-        mean: finite number above 0.
-
     Raises:
         ValueError: the mean is 0, negative or not finite.
 
@@ -72,10 +62,7 @@ def exponential(mean: float) -> Distribution:
 def lognormal(median: float, sigma: float) -> Distribution:
     """Make the lognormal distribution: `median * exp(sigma * z)` for a standard normal z.
 
-    Args:
-        median: finite number above 0.
-        sigma: finite number of at least 0, the standard deviation of the logarithm. With 1, one
-            draw of six is 2.7 times above the median.
+    With sigma = 1, one draw of six is above 2.7 medians.
 
     Raises:
         ValueError: `median` is not above 0, or `sigma` is negative, or one is not finite.
@@ -95,7 +82,7 @@ def transfer_seconds(
     """Make the distribution of a transfer's seconds: `latency + num_bytes / bytes_per_second`.
 
     Args:
-        num_bytes: size of the transfer; finite number of at least 0.
+        num_bytes: size of the transfer.
         bytes_per_second: distribution of the participants' bandwidth, above 0.
         latency: distribution of the seconds before the first byte. Default None: 0.
 

@@ -40,15 +40,8 @@ class IslandArrivals(NamedTuple):
 def dynamic_local_steps(trace: Trace, num_steps: int) -> Int64[np.ndarray, " islands"]:
     """Give each island a number of local steps in proportion to its speed (DyLU).
 
-    `H_i = max(1, floor(v_i / v_max H))` for a speed of v_i steps per second. Islands then need
-    nearly the same time, and the fastest takes H steps.
-
-    Args:
-        trace: the islands' speeds.
-        num_steps: H, at least 1.
-
-    Returns:
-        int64 `[islands]`.
+    `H_i = max(1, floor(v_i / v_max H))`, int64 `[islands]`, for a speed of v_i steps per second.
+    Islands then need nearly the same time, and the fastest takes H = `num_steps` steps.
 
     Raises:
         ValueError: `num_steps` is below 1.
@@ -171,13 +164,12 @@ class FragmentSyncs(NamedTuple):
     """Synchronizations, one fragment after another; a round is one of each.
 
     Attributes:
-        num_steps: int32 `[rounds, islands, fragments]`, steps of an island between the previous
-            synchronization and this one, of those that reached the syncer.
+        num_steps: int32 `[rounds, islands, fragments]`, the steps of an island that reached the
+            syncer since the previous synchronization.
         weights: float32 `[rounds, islands, fragments]`, `tokens^2 / steps` since the island's part
             in the previous merge of this fragment; 0 where it has no part.
         receives: bool `[rounds, islands, fragments]`, whether the island is up.
-        rejoins: bool `[rounds, islands, fragments]`, whether it came back since the previous
-            synchronization.
+        rejoins: bool `[rounds, islands, fragments]`, whether it came back since the previous one.
         seconds: float64 `[rounds, fragments]`, when the syncer merges.
     """
 
@@ -237,8 +229,6 @@ def fragment_syncs(
         ... )
         >>> syncs.seconds[:, 0].tolist(), syncs.num_steps[0, :, 0].tolist()
         ([4.0, 8.0], [4, 4, 2])
-        >>> syncs.weights[0, :, 0].tolist()
-        [4.0, 4.0, 2.0]
 
     Reference:
         Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428.

@@ -24,12 +24,9 @@ class RegionalArrivals(NamedTuple):
     A region sends, reaches the global server and merges at most once per round, too.
 
     Attributes:
-        position: int32 `[rounds, islands]`, the position of an island's arrival in the round, from
-            0; -1 where it does not arrive.
-        num_steps: int32 `[rounds, islands]`, the steps that it took for this arrival; 0 where it
-            does not arrive, or comes back from a failure.
-        staleness: int32 `[rounds, islands]`, number of islands' updates that the region's server
-            applied between an island's start and its arrival; -1 where it sends none.
+        position: int32 `[rounds, islands]`, as of `IslandArrivals`.
+        num_steps: int32 `[rounds, islands]`, as of `IslandArrivals`.
+        staleness: int32 `[rounds, islands]`, likewise, in updates that the region's server applied.
         sends: int32 `[rounds, regions]`, the position at which a region sends its update to the
             global server; -1 where it does not.
         applies: int32 `[rounds, regions]`, the position at which the global server applies it.
@@ -111,8 +108,6 @@ def regional_arrivals(
         [0, 1, -1]
         >>> order.sends[0].tolist(), order.applies[0].tolist(), order.merges[0].tolist()
         ([1, -1], [2, -1], [3, -1])
-        >>> order.seconds.tolist()  # sent at 3, applied at 3.5, merged at 3.75
-        [3.75, 4.0]
 
     Reference:
         Kim et al., HALoS: Hierarchical Asynchronous Local SGD over Slow Networks for

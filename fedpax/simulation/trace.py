@@ -275,7 +275,7 @@ def load_trace(path: str | Path) -> Trace:
 
     Raises:
         ValueError: the name ends otherwise, a line is not a JSON object with these fields, or the
-            values do not fit a `Trace`. The message names the file and the line.
+            values do not fit a `Trace`.
         FileNotFoundError: there is no such file.
 
     Example:

@@ -102,9 +102,7 @@ def read_examples(
     connection: sqlite3.Connection, split: str, features: Mapping[str, Feature]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a client's name and an example of a split, client by client."""
-    # An example is a dict by feature: bytes for a `bytes_list`, which must hold one value; float32
-    # or int64 [size] for the other kinds. Clients are sorted by the code points of their names; the
-    # examples of a client keep the order of the archive.
+    # Clients are sorted by the code points of their names; a client's examples keep their order.
     from tensorflow_datasets.proto import tf_example_pb2
 
     with _sqlite_errors():

@@ -1,8 +1,4 @@
-"""The standard federated data sets in TFDS: EMNIST, Shakespeare, Stack Overflow, CIFAR-100.
-
-Each is prepared from the archive that TensorFlow Federated publishes, with the clients and splits
-of the papers. Without a network, put the archive into `<data_dir>/downloads/manual`.
-"""
+"""Federated data sets: EMNIST, Shakespeare, Stack Overflow, CIFAR-100, with the papers' clients."""
 
 import abc
 import itertools

@@ -155,9 +155,8 @@ class TextRecords(Sequence[dict[str, Any]]):
     """The records of array_record files, in the order of the files' names, as dicts."""
 
     # A record is a text in UTF-8, which becomes the field `"text"` (as bytes), or a serialized
-    # `tf.train.Example`, whose features become fields. A feature of one value becomes this value, a
-    # text as bytes and a number as Python's; any other feature becomes a list. The first record
-    # decides for all. A folder or file that exists as the pattern is written is itself.
+    # `tf.train.Example`, whose features become fields: of one value, or a list. The first record
+    # decides for all.
 
     def __init__(self, pattern: str) -> None:
         paths = find_paths(pattern)
@@ -251,9 +250,8 @@ class Columns(Sequence[dict[str, Any]]):
 
 def as_examples(source: Any, name: str = "source") -> Sequence[Mapping[str, Any]]:
     """Return a user's data as a sequence of examples, each a dict of its fields."""
-    # `source`: a sequence of dicts, such as a source from `load`, which is returned itself; a dict
-    # of columns; a data frame of pandas or Polars; a table of pyarrow; or a NumPy array with named
-    # fields.
+    # `source`: a sequence of dicts, which is returned itself; a dict of columns; a data frame of
+    # pandas or Polars; a table of pyarrow; or a NumPy array with named fields.
     if (columns := _columns(source)) is not None:
         return Columns(columns, name)
     described = f"a {type(source).__name__}"

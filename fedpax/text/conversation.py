@@ -66,7 +66,6 @@ class Conversation:
     template: ChatTemplate | None = None
 
     def __post_init__(self) -> None:
-        """Check that the fields fit each other."""
         pair = (self.prompt is not None) + (self.answer is not None)
         if pair == 1 or (pair == 2) == (self.messages is not None):
             raise ArgumentError(
@@ -119,7 +118,7 @@ class Conversation:
     def encode_prompt(
         self, prompt: str, tokenizer: Tokenizer
     ) -> tuple[NDArray[np.int32], list[int]]:
-        """Encode a message up to its answer; return the special token that ends one, too."""
+        """Encode a user's message up to its answer; return also the token that ends answers."""
         pair = dataclasses.replace(self, prompt="prompt", answer="answer", messages=None)
         (document,) = pair.encode([{"prompt": prompt, "answer": "."}], tokenizer)
         tokens = np.array([document.first, *document.tokens], np.int32)

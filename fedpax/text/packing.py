@@ -137,9 +137,7 @@ def concatenate(documents: Iterable[AnyDocument], separator: int = SEPARATOR) ->
 
 def to_batch(pairs: TokenPairs, valid: Bool[np.ndarray, "*rows seq_len"] | None = None) -> Batch:
     """Make a language model's batch from rows of pairs, 0 where `valid` is False."""
-    # `inputs` and `targets`: int32 tokens; `segments`: int32, 1 for the row's first document, 2 for
-    # the next, and so on; `positions`: int32, a token's offset from its document's first token in
-    # this row; `mask`: float32, 1 if the target counts in the loss.
+    # `positions`: a token's offset from its document's first token in this row.
     column = np.arange(pairs.inputs.shape[-1], dtype=np.int32)
     begins = pairs.starts & (column > 0)  # the document that reaches into the row is segment 1
     batch: Batch = {
@@ -158,17 +156,16 @@ def pack(documents: Iterable[Tokens], seq_len: int) -> Batch:
     """Pack documents into rows, with padding at the end of the last row.
 
     Args:
-        documents: integer arrays `[tokens]` without separators, such as results of `encode`.
+        documents: integer arrays `[tokens]` without separators.
         seq_len: tokens per row.
 
     Returns:
         A dict of arrays `[rows, seq_len]`: `inputs`, `targets`, `segments` and `positions` (int32),
-        and `mask` (float32), 0 at padding. Segments are numbered from 1 in each row, and a document
-        that is split is a separate segment in each of its rows. Attention must not cross segments.
+        and `mask` (float32), 0 at padding. Segments are numbered from 1 in each row; a document
+        that is split has one in each of its rows. Attention must not cross segments.
 
     Raises:
-        TypeError: a document is not integers `[tokens]`, such as a text, or `seq_len` is not an
-            integer.
+        TypeError: a document is not integers `[tokens]`, or `seq_len` is not an integer.
         ValueError: `seq_len` is below 1, or a token is negative or beyond int32.
 
     Example:

@@ -266,11 +266,11 @@ def train_tokenizer(
 
     Args:
         texts: strings or UTF-8 bytes.
-        vocab_size: the largest number of tokens, at least 257.
+        vocab_size: the largest number of tokens.
         path: the file to write.
 
     Returns:
-        The tokenizer, equal to `load_tokenizer(path)`.
+        The tokenizer, as of `load_tokenizer(path)`.
 
     Raises:
         ImportError: the extra `tokenizers` is not installed.
@@ -318,8 +318,7 @@ def _needs_extra(file: str) -> str:
 
 def read_sentencepiece(content: bytes) -> Vocabulary:
     """Make the vocabulary of a SentencePiece model; errors have any type."""
-    # No space is added before a text, and no spaces are removed. Texts are normalized only if the
-    # pieces do not spell every text without it.
+    # No space is added or removed. Texts are normalized only if the pieces need it to spell them.
     from sentencepiece import sentencepiece_model_pb2 as messages
 
     if not content:

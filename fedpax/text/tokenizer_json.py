@@ -27,16 +27,12 @@ SEPARATOR = 0xFF
 def encode(text: str | bytes) -> UInt8[np.ndarray, " bytes"]:
     """Encode a text as byte tokens.
 
-    Args:
-        text: a string, or UTF-8 bytes.
-
     Returns:
         uint8 `[bytes]`, read-only and without separators.
 
     Raises:
         TypeError: `text` is neither a string nor bytes.
-        ValueError: the bytes contain the separator 0xFF and are therefore not UTF-8, or the string
-            has half of a surrogate pair.
+        ValueError: the bytes contain the separator 0xFF, or the string half of a surrogate pair.
 
     Example:
         >>> encode("né").tolist()
@@ -70,8 +66,7 @@ def decode(tokens: ArrayLike) -> str:
         tokens: integers from 0 to 255, of any shape; separators are skipped.
 
     Returns:
-        The text. Bytes that are not valid UTF-8, such as the rest of a character at the start of a
-        row, become U+FFFD.
+        The text, in which bytes that are not valid UTF-8 become U+FFFD.
 
     Raises:
         ValueError: a token is not a byte value.

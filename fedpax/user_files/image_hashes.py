@@ -1,7 +1,6 @@
 """Hashes of encoded images, by which images are held out: of their bytes, not of their pixels.
 
-A decoded image has its hash in a hidden column. So an image is on one side of a split for any size,
-any names of columns and paths, and in a folder, a tar or a table.
+A decoded image has its hash in a hidden column: its side of a split is the same in any format.
 """
 
 import hashlib

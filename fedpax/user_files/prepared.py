@@ -243,9 +243,8 @@ def _map(path: Path) -> pa.Table:
 # Records: the numbers, booleans and dates of an example side by side, and then a byte for each
 # column that misses values, 1 where it does.
 #
-# A small client has a few bytes of each column. The columns of its examples are on different pages,
-# and its records on one: a round of a large population misses the caches once a client, not once a
-# client and column.
+# A small client's records are on one page: a round of a large population misses the caches once a
+# client, not once a client and column.
 RECORDS = "records.bin"
 _COLUMNS = "columns_of_records"  # in prepared.json: whether a column misses values, by name
 _MOST_ROWS = 64  # of a client on average: larger clients are read as fast from columns

@@ -32,9 +32,8 @@ class TableSource(Source):
         notes: lines on how images were read.
         fields: the names of its columns.
         client: the column that names an example's client, or None.
-        client_starts: index of each client's first example, and at the end the number of examples,
-            or None.
-        client_names: the name of each client in `client_starts`, or None.
+        client_starts: as of `Source`.
+        client_names: as of `Source`.
         label: the column with the label, or None.
     """
 
@@ -72,7 +71,6 @@ class TableSource(Source):
         return self.__getitems__([operator.index(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return several examples."""
         columns = {name: _values(array) for name, array in self.take(indices).items()}
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 

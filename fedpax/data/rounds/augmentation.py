@@ -61,7 +61,6 @@ def _check(shape: tuple[int, ...], size: int) -> None:
         )
 
 
-# Seeds for dropout: a random number for each example of a round's cohort.
 DROPOUT_SEED = "dropout_seed"
 """The field of a batch with the seeds of its examples."""
 
@@ -69,14 +68,8 @@ DROPOUT_SEED = "dropout_seed"
 def add_dropout_seeds(cohort: Cohort, round_number: int, *, seed: int) -> Cohort:
     """Add a field `dropout_seed` to the batches: a random number for each example and step.
 
-    The numbers depend on the seed, the round and the client alone, so that a run can resume on
-    other devices.
-
-    Args:
-        cohort: the cohort; `batches` is a dict of arrays `[clients, steps, batch, ...]`, and
-            `client_ids` are set.
-        round_number: the round, from 0.
-        seed: the random seed.
+    The numbers depend on the seed, the round and the client alone. `batches` of the cohort is a
+    dict of arrays `[clients, steps, batch, ...]`, and `client_ids` are set.
 
     Returns:
         The cohort with `batches["dropout_seed"]`, uint32 `[clients, steps, batch]`.

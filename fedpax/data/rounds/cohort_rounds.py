@@ -86,9 +86,8 @@ def cohort_rounds(
         `[clients, steps, batch_size, ...]`, 0 in steps that a client does not take if these are
         more than 7/8 of the round, and otherwise 0 or a repeated example, with a `mask`, 0 where
         there is no example, bool `[clients, steps, batch_size]` if `preprocess` returns none;
-        `num_examples` and
-        `num_steps` are int32 `[clients]`; `client_ids` is int32 `[clients]`, -1 where fewer clients
-        were available or sampled.
+        `num_examples`, `num_steps` and `client_ids` are int32 `[clients]`, ids -1 where fewer
+        clients were available or sampled.
 
     Raises:
         ValueError: a size does not fit the memory or the other sizes, there are no examples,

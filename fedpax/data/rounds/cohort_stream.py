@@ -120,14 +120,10 @@ class CohortRounds:
         return {str(self.settings["source"]): f"{number} examples, {sample}, {clients}"}
 
     def __next__(self) -> Cohort:
-        """Return the cohort of the next round, in new arrays."""
         return self._next(self._preprocess)
 
     def next_packed(self) -> Cohort:
-        """Return the cohort of the next round, in which images of integers are uint8.
-
-        Its arrays can be read-only, so that padding in reused memory need not be written again.
-        """
+        """Return the next cohort, with images of integers as uint8; its arrays can be read-only."""
         preprocess = pack_images if self._scales_images else self._preprocess
         return self._next(preprocess, read_only=True)
 
@@ -216,7 +212,7 @@ class CohortRounds:
         num_steps = self._num_steps(sizes)
 
         # For each example of the round: its client's row, its epoch (a sequence is an epoch of a
-        # client), and its place there. The last batch of an epoch may not be full.
+        # client), and its place there.
         epoch_slots = -(-sizes // batch_size) * batch_size
         row_slots = num_steps * batch_size
         num_epochs = min(local_epochs, self.max_steps)

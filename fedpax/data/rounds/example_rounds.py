@@ -68,7 +68,6 @@ class ExampleRounds:
         return {str(self.settings["source"]): f"{len(self._labels)} examples, {sample}"}
 
     def __next__(self) -> Cohort:
-        """Return the cohort of the next round, in new arrays."""
         num_clients, steps, batch_size = self._shape
         per_round = steps * batch_size
         # The positions of this round's examples in each client's endless sequence.

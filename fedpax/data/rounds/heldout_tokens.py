@@ -30,10 +30,8 @@ class HeldoutRows:
     """The packed rows of a split of text, in the source's order, tokenized when they are read."""
 
     # The first use counts the tokens of each document. Afterwards only the documents of the rows
-    # that are read are tokenized again, so memory holds these rows alone. `max_tokens` uses only
-    # this many tokens, in rows evenly spaced over the split, so that they come from many documents.
-    # With `divide`, the processes of the job divide the counting: all of them must use the rows for
-    # the first time at the same point of their programs.
+    # that are read are tokenized again. `max_tokens` spaces rows evenly over the split. With
+    # `divide`, processes divide the counting: all must use the rows first at the same point.
 
     def __init__(
         self,
@@ -102,7 +100,6 @@ class HeldoutRows:
         return np.linspace(0, rows - 1, count).round().astype(np.int64)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self._chosen)
 
     @functools.cached_property

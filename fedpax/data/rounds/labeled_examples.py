@@ -33,18 +33,18 @@ def read_examples(
 
     Args:
         source: a source from `load`, a list of dicts, a dict of columns, or a data frame.
-        image_field: the field of an example with its image.
-        label_field: the field of an example with its label.
+        image_field: the field with the image.
+        label_field: the field with the label.
 
     Returns:
-        `image`, float32 `[examples, ...]`: integers are scaled from 0 to 255 to 0 to 1, floats are
-        unchanged. `label`, int32 `[examples]`.
+        `image`, float32 `[examples, ...]`, integers scaled from 255 to 1; `label`, int32
+        `[examples]`.
 
     Raises:
         KeyError: the examples have no such field.
         TypeError: `source` is something else, or an image or label is not numbers.
-        ValueError: the source has no examples, the images' shapes differ, an image of integers has
-            a value outside 0 to 255, or a label is not an integer within int32.
+        ValueError: the source has no examples, the images' shapes differ, an integer of an image is
+            outside 0 to 255, or a label is not an integer within int32.
 
     Example:
         >>> images = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 1), np.uint8)

@@ -21,16 +21,14 @@ Weight = float | Sequence[tuple[int, float]]
 class Mixture:
     """Data sets that are read together, each with a weight.
 
-    All rows have equally many tokens, so weights are shares of the tokens. They need not sum to 1.
-    A weight is a number, or a sequence of points `(round, weight)` in ascending order: linear
-    between two points, constant before the first and after the last. Two points at one round are a
-    jump, which takes effect in this round.
+    Weights are shares of the tokens, and need not sum to 1. A weight is a number, or a sequence of
+    points `(round, weight)` in ascending order: linear between two points, constant outside. Two
+    points at one round are a jump, which takes effect in this round.
 
     Args:
         sources: the data sets by name, each as `token_rounds` takes it.
         weights: the weight of each data set by name.
-        fields: the field with the text, by name of the data set. Default: the `field` of
-            `token_rounds` for each.
+        fields: the field with the text, by name of the data set. Default: as in `token_rounds`.
 
     Raises:
         TypeError: a source is something else, such as a generator.
@@ -52,7 +50,6 @@ class Mixture:
     fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the sources, the names and the weights."""
         examples = {name: as_examples(source, repr(name)) for name, source in self.sources.items()}
         object.__setattr__(self, "sources", examples)
         if not self.sources:

@@ -1,7 +1,6 @@
 """Shard: one part of a data set's documents, read as an endless sequence of packed rows.
 
-Documents are in a new random order in every epoch, and rows are shuffled within a window. The
-position is three integers: a restore reads the current window again.
+The position is three integers: a restore reads the current window again.
 """
 
 from collections.abc import Sequence

@@ -53,7 +53,6 @@ class FunctionRounds:
         return self
 
     def __next__(self) -> Cohort:
-        """Return the cohort of the next round."""
         cohort = self._make_cohort(self._round)
         self._round += 1
         return cohort
@@ -109,7 +108,6 @@ class LazyStream:
         return fingerprint(self._open())
 
     def __next__(self) -> Cohort:
-        """Return the cohort of the next round."""
         return next(self._open())
 
     def get_state(self) -> dict[str, Any] | bytes:
@@ -236,7 +234,6 @@ def with_remedies(reason: str, in_python: str, in_flags: str) -> ArgumentError:
     return error
 
 
-# Rows of a round: which of them a process needs, and arrays of these rows alone.
 RowMask = Bool[np.ndarray, "islands local_steps batch_size"]
 """True for the rows that a process makes."""
 

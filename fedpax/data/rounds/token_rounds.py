@@ -35,15 +35,8 @@ def token_round_shapes(
 ) -> Cohort:
     """Return the shapes and dtypes of a round of `token_rounds`, without reading any text.
 
-    Args:
-        islands: the number of islands.
-        local_steps: steps per island and round.
-        batch_size: rows per step and island.
-        seq_len: tokens per row.
-        with_mask: include the mask, which rounds of a `Conversation` have. Default False.
-
-    Returns:
-        A `Cohort` of `jax.ShapeDtypeStruct`.
+    The result is a `Cohort` of `jax.ShapeDtypeStruct`. `with_mask` adds the mask, which rounds of a
+    `Conversation` have; all other arguments are as in `token_rounds`.
 
     Example:
         >>> shapes = token_round_shapes(islands=2, local_steps=3, batch_size=1, seq_len=8)
@@ -116,9 +109,9 @@ def token_rounds(
 
     Raises:
         KeyError: the examples have no such field.
-        TypeError: the field is not a text, or `source` is something else, such as a generator.
+        TypeError: the field is not a text, or `source` is something else.
         ValueError: a size is below 1 or does not fit the memory, there are no documents, the
-            partition does not fit the source or comes with a mixture, or `rows` is not such a mask.
+            partition does not fit the source or comes with a mixture, or `rows` is no such mask.
 
     Example:
         >>> from fedpax.data import decode

@@ -1,8 +1,4 @@
-"""The stream of `token_rounds`, and how it numbers rows.
-
-Rows are numbered over the whole run, and row n is the next row of shard n mod the number of
-shards. So a round does not depend on processes, devices or, without a partition, islands.
-"""
+"""The stream of `token_rounds`: row n of the run is the next row of shard n mod `num_shards`."""
 
 import functools
 import math
@@ -188,7 +184,6 @@ class TokenRounds:
         return self
 
     def __next__(self) -> Cohort:
-        """Return the cohort of the next round, in new arrays."""
         before = {name: shard.position for name, shard in self._shards.items()}
         try:
             data_sets, credits = self._assign()

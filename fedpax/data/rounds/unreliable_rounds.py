@@ -24,9 +24,8 @@ class RoundOutcome(NamedTuple):
     Attributes:
         reported: booleans `[clients]`, True where the server received the client's update.
         seconds: float64 `[clients]`, when the client's update arrives, from the start of the round;
-            infinity where the client dropped out, or where the cohort has no client.
-        round_seconds: when the round ends: with its last report, or at its deadline if not enough
-            clients reported.
+            infinity where there is none.
+        round_seconds: when the round ends.
     """
 
     reported: Bool[np.ndarray, " clients"]
@@ -50,8 +49,8 @@ class UnreliableRounds:
     """An endless iterator over the rounds of clients that can fail; made by `unreliable_rounds`.
 
     Attributes:
-        outcome: what happened to the clients of the last cohort; None before the first one.
-        shapes: as of the stream of all selected clients, and so are the next three.
+        outcome: the outcome of the last round; None before the first one.
+        shapes: as of `CohortRounds`, and so are the next three.
         items_per_round: the number of items of a round.
         item_unit: the unit of an item.
         num_clients: the number of clients of the population.
@@ -158,9 +157,9 @@ def unreliable_rounds(
         seconds_per_step: seconds of a local step, of all clients or float `[num_clients]`.
         seconds_per_report: seconds of sending model and update.
         delay_spread: standard deviation of the logarithm of a client's time from round to round.
-        deadline: seconds after which the round ends. Default None: wait for every client.
-        num_reports: number of reports after which the round ends. Default None: wait for all
-            clients that have not dropped out.
+        deadline: seconds after which the round ends. Default None: none.
+        num_reports: number of reports after which the round ends. Default None: of all clients that
+            have not dropped out.
         seed: random seed of dropouts and delays, which depend on the round and the client too.
 
     Returns:

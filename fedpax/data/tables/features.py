@@ -134,9 +134,8 @@ def fit_features(
     `federated_moments`. Booleans become 0 and 1. A category becomes one feature for each of its
     values, 1 or 0.
 
-    What the clients disclose beside the moments: the set of values of each category whose values
-    are not stated, of which the values of at least `min_clients` clients are used; and whether any
-    client misses a value of a column. This disclosure is not differentially private.
+    Beside the moments, clients disclose, without differential privacy, the values of each category
+    that are not stated, and whether they miss a value of a column.
 
     Args:
         table: the columns of the training examples by name.

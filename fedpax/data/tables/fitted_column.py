@@ -39,8 +39,8 @@ class FittedColumn:
         mean: the mean over the training clients; 0 for another kind than numbers and dates.
         scale: the standard deviation likewise, or 1 if it is 0.
         has_missing: whether a training client misses a value: there is a feature for it.
-        has_other: whether a training client has a value that is not one of the categories: there is
-            a feature for it. Without it, another value has 0 in all features of the column.
+        has_other: whether a training client has another value than the categories: there is a
+            feature for it. Without it, another value has 0 in all features of the column.
     """
 
     treatment: Treatment

@@ -129,12 +129,12 @@ def infer_label(
 ) -> Label:
     """Return the label's task and classes.
 
-    The rule, where the task is not stated: text, booleans, and integers of at most 20 distinct
-    values are classes; other numbers are numbers to predict. `fedpax.data.tables.federated_moments`
-    computes a number's mean and deviation: set them with `dataclasses.replace`.
+    Where the task is not stated, text, booleans, and integers of at most 20 distinct values are
+    classes; the task for other numbers is regression. `fedpax.data.tables.federated_moments`
+    computes their mean and deviation: set them with `dataclasses.replace`.
 
-    The classes are the classes of all clients, held-out ones too, so each client discloses which
-    classes it has, unless they are stated.
+    Classes that are not stated are those of all clients, held-out ones too: each client discloses
+    which it has.
 
     Args:
         name: the column.

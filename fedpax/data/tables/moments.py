@@ -53,7 +53,7 @@ def federated_moments(
 
     A client computes, for each column, the averages over its examples of: 1 where a value is
     present, the value x, and x^2. The aggregator combines them as the updates of a round, weighted
-    by numbers of examples or, such as a private mean, equally. With a = sum_k n_k a_k / sum_k n_k:
+    by numbers of examples; a private mean has equal weights. With a = sum_k n_k a_k / sum_k n_k:
 
         mean = a(x) / a(1);  variance = a(x^2) / a(1) - mean^2.
 

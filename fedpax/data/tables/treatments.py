@@ -46,9 +46,9 @@ class Treatment(NamedTuple):
         name: the column.
         kind: what it becomes.
         missing: what a missing value becomes; None if the column is left out.
-        values: the categories, if they are stated. None: the categories of the training clients.
-        bounds: the least and largest number, if they are stated: numbers outside are set to them.
-        reason: why: "stated", or the rule that applied.
+        values: the stated categories. None: those of the training clients.
+        bounds: the stated least and largest number, to which numbers are clipped.
+        reason: "stated", or the rule that applied.
 
     """
 
@@ -174,8 +174,8 @@ def infer_treatments(
       least two examples of each, missing values not counted; other text is left out;
     - a column without any value, and one of lists, images or other values, is left out.
 
-    A missing value is null, NaN or an empty text. It becomes the mean of a number or date, or a
-    boolean's false, beside an indicator feature; in a category, it is a separate category.
+    A missing value is null, NaN or an empty text. It becomes the mean (numbers, dates) or false
+    (booleans), beside an indicator feature; in a category, it is a separate category.
 
     Args:
         table: the columns by name, Arrow or NumPy arrays or lists, without label and client.

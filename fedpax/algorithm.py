@@ -51,17 +51,6 @@ class WithGradientNorm:
 
     Methods that get their gradients from `fedpax.algorithms.local_steps` report them. Wrap a loss
     last: a function around it hides the wish.
-
-    Example:
-        >>> import fedpax, jax.numpy as jnp, optax
-        >>> from fedpax.algorithms import fedavg
-        >>> loss_fn = lambda w, x: (jnp.sum(w * jnp.mean(x, axis=0)), {})
-        >>> method = fedavg(
-        ...     WithGradientNorm(loss_fn), cohort_size=1, client_optimizer=optax.sgd(0.1))
-        >>> cohort = fedpax.Cohort(jnp.array([[[[3.0, 4.0]], [[6.0, 8.0]]]]))  # two steps
-        >>> metrics = method.round(method.init(jnp.zeros(2)), cohort)[1]
-        >>> metrics["gradient_norm"].item(), metrics["non_finite_step_fraction"].item()
-        (7.5, 0.0)
     """
 
     loss_fn: LossFn
@@ -99,9 +88,6 @@ class Report(Protocol):
 
 class AlgorithmParts(NamedTuple):
     """A multi-island method in parts: the inner steps of one island, and the merge at a syncer.
-
-    Islands with their own runtimes (`fedpax.islands`) take the same inner steps on their own
-    devices, and a syncer merges one fragment of the model after another.
 
     A round has P merges, one per fragment. After every `steps_per_sync` inner steps, an island
     sends the fragment that is merged next. When `quorum` islands have sent it, the syncer waits at
@@ -162,13 +148,9 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
         round: `(state, cohort) -> (state, metrics)`. `cohort` is a `fedpax.Cohort`; every leaf of
             `cohort.batches` is `[participants, steps, batch, ...]`. `metrics` is a dict of scalars
             that holds at least `"loss"`, the mean training loss over the round. A metric can also
-            be a vector `[participants]`, of which the training loop logs quantiles. The training
-            loop adds keys of its own, and raises if a metric has one of these names:
-            `kind`, `round`, `items`, `bytes_across_placement`, `seconds`,
-            `input_wait_fraction`, `items_per_second`, `mfu`, `update_norm`, `spikes`,
-            `skipped_rounds`, `non_finite_rounds`, `wall_seconds` and its parts `input_seconds`,
-            `compile_seconds`, `step_seconds`, `evaluate_seconds`, `save_seconds`, `lost_seconds`. A
-            step whose batch is padding alone changes neither state nor metrics.
+            be a vector `[participants]`, of which the training loop logs quantiles. The loop raises
+            for a metric with the name of one of its own keys (`RESERVED_METRICS`). A step whose
+            batch is padding alone changes neither state nor metrics.
         parts: the method in parts, for islands with their own runtimes (`fedpax join`). Default
             None: it runs as one program only.
         sent_exactly: what participants send beside their updates that changes the state, in words,

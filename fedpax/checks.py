@@ -31,10 +31,10 @@ class Range:
     """A range of numbers. No range contains NaN; one contains infinity only with `most=math.inf`.
 
     Attributes:
-        least: the smallest number. Default None: no limit.
-        above: a lower limit that the range does not contain. Default None: no limit.
-        most: the largest number. Default None: no limit, without infinity.
-        below: an upper limit that the range does not contain. Default None: no limit.
+        least: the smallest number, if not None.
+        above: a lower limit that the range does not contain, if not None.
+        most: the largest number. None: no limit, without infinity.
+        below: an upper limit that the range does not contain, if not None.
     """
 
     least: float | None = None
@@ -65,11 +65,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class IntRange(Range):
-    """A range of integers.
-
-    Attributes:
-        even: the integers are even.
-    """
+    """A range of integers, or of even ones."""
 
     least: int | None = None
     most: int | None = None
@@ -168,8 +164,7 @@ Probability: TypeAlias = Annotated[float, PROBABILITY]
 class CheckedConfig:
     """A configuration whose fields are checked when it is made; the base of an experiment's parts.
 
-    The command line checks types and names itself. A configuration that is made in Python is
-    checked here.
+    It checks what is made in Python; the command line checks types and names itself.
 
     Attributes:
         group: the experiment's field that holds the configuration, for messages.

@@ -15,18 +15,15 @@ class Chip(NamedTuple):
         name: name in a topology, such as "v5p".
         device_kind: regular expression that matches `jax.Device.device_kind`.
         peak_flops: dense bfloat16 matmul FLOPs per second.
-        peak_int8_ops: matmul operations per second with 8-bit integers; `peak_flops` if the chip
-            has no faster int8 units.
-        peak_fp8_flops: matmul FLOPs per second with 8-bit floats; `peak_flops` if the chip has no
-            faster fp8 units.
+        peak_int8_ops: the same with 8-bit integers; `peak_flops` without faster units.
+        peak_fp8_flops: the same with 8-bit floats; `peak_flops` without faster units.
         hbm_bytes: bytes of high-bandwidth memory.
-        usable_hbm_bytes: the part of them that a program can use; for TPUs, the limit of their
-            compiler.
+        usable_hbm_bytes: the part that a program can use; for TPUs, their compiler's limit.
         hbm_bandwidth: bytes per second between the chip and its memory.
         link_bandwidth: bytes per second of one link to a neighbor, in one direction.
         links: number of links; a torus has two per dimension, a switch counts as one.
-        dcn_bandwidth: bytes per second of the network between slices (or hosts), in one direction,
-            the chip's share of its host's.
+        dcn_bandwidth: the chip's share of bytes per second between slices (or hosts), in one
+            direction.
         torus_dimensions: dimensions of the torus of a slice; 0 if a switch joins the chips.
         ring_multiple: a dimension of a slice closes to a ring if its size is a multiple of this.
         max_chips_per_slice: chips of the largest slice.

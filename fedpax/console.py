@@ -58,9 +58,8 @@ def _escape_record(record: logging.LogRecord) -> bool:
 
 def hide_late_writes() -> None:
     """Hide the errors of Orbax's writes that end after a failed save; for a program alone."""
-    # TensorStore ends these writes in its own threads, after Orbax has closed the event loop that
-    # it made for the save. Python reports the errors to this hook alone: neither Orbax nor
-    # TensorStore has a place to catch them. The library leaves the hook as it is.
+    # TensorStore ends these writes after Orbax has closed the save's event loop. Python reports the
+    # errors to this hook alone, which the library leaves as it is.
     former = sys.unraisablehook
 
     def report(unraisable: "sys.UnraisableHookArgs") -> None:
@@ -101,8 +100,8 @@ def _write(text: str, stream: TextIO) -> None:
 
 def discard_output(stream: TextIO) -> None:
     """Discard all further output of a stream."""
-    # The reader of a pipe can exit early, as `head` does. Every later write would raise again, and
-    # so would Python's own flush at exit.
+    # The reader of a pipe can exit early, as `head` does: later writes, and Python's flush at exit,
+    # would raise again.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

@@ -17,13 +17,12 @@ __all__ = [
 class FedpaxError(Exception):
     """Base of the errors that fedpax raises itself.
 
-    The message has the argument, its value, what is expected and the remedy. The command line
-    prints the message without a traceback.
+    The message has the argument, its value, what is expected and the remedy; the command line
+    prints it without a traceback.
 
     Attributes:
         exit_status: the command line's exit status after this error.
-        in_flags: the message with flags for arguments, which the command line prints. None: the
-            message itself.
+        in_flags: the message with flags for arguments, for the command line, if not None.
 
     Example:
         >>> from fedpax.parallel.mesh import make_mesh

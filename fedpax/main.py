@@ -67,10 +67,8 @@ CALLERS_ERRORS = (ArgumentError, ArgumentTypeError, MissingFieldError, MissingPa
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, in the program or in Python.
 
-    In Python, signals keep their handlers until the training begins: Ctrl-C raises
-    `KeyboardInterrupt`, and a notebook's kernel lives on. In the training, the first Ctrl-C saves.
-
-    An experiment that is a Python object is trained by `fedpax.train`.
+    In Python, Ctrl-C raises `KeyboardInterrupt`; in a training, the first one saves. `fedpax.train`
+    trains an experiment that is a Python object.
 
     Args:
         argv: the arguments after the program's name, a list of strings. Default None: the process's

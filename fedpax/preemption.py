@@ -21,8 +21,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class PreemptionGuard:
     """A context manager that turns SIGTERM and the first Ctrl-C into a stop after the round."""
 
-    # With `jax.distributed`, JAX's preemption service makes every process stop after the same
-    # round. Outside the main thread, where Python allows no handlers, signals are not noticed.
+    # With `jax.distributed`, every process stops after the same round. Python allows handlers in
+    # the main thread only.
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -40,9 +40,8 @@ class PreemptionGuard:
         from jax.experimental import multihost_utils
 
         reached = multihost_utils.reached_preemption_sync_point
-        # JAX makes all processes stop one round after the latest round that one has asked about,
-        # and takes 0 for a process that has not asked yet. So a signal before the first round of
-        # a resumed run sets the stop to round 1, which has passed.
+        # JAX makes all processes stop one round after the latest that one has asked about, 0 at
+        # first: a signal before the first round of a resumed run means round 1, which has passed.
         passed = round_number > 0 and not self._asked and reached(1)
         self._asked = True
         stop = reached(round_number) or passed
@@ -131,8 +130,8 @@ def _watch_signals(
     signals: Sequence[signal.Signals] = SIGNALS,
 ) -> Iterator[None]:
     """Handle the signals in the main thread, and acknowledge them at once in a thread."""
-    # Python runs a handler between two bytecodes of the main thread, so not before compiled code
-    # such as XLA's compiler returns. It writes the signal's number to a file immediately.
+    # Python runs a handler only when compiled code, such as XLA's compiler, has returned. It writes
+    # the signal's number to a file immediately.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

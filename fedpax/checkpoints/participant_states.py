@@ -43,8 +43,6 @@ def resize_weights(
     Example:
         >>> resize_weights(4, 3).tolist()
         [[0.75, 0.25, 0.0, 0.0], [0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.25, 0.75]]
-        >>> resize_weights(2, 3, "copy").tolist()
-        [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]
     """
     check_rule(rule)
     new, saved = np.arange(num_participants)[:, None], np.arange(num_saved)[None, :]

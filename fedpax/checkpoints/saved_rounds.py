@@ -50,8 +50,8 @@ class Parent(NamedTuple):
     round: int
     position: int  # number of checkpoints since the one that has all rows, with this one
     stores: list[list[str]]  # the path of each client store in the state
-    # `identity_of` the parent, set when the checkpoint is written: another checkpoint of the same
-    # round has other rows
+    # `identity_of` the parent when the checkpoint was written: another one of the same round has
+    # other rows
     identity: int = 0
 
     @classmethod

@@ -41,8 +41,7 @@ def load_params(
         best: load the best model of the run, by its `training.keep_best`, in place of the newest.
 
     Returns:
-        The parameters: JAX arrays in the structure of `like`, or nested dicts (and lists) of NumPy
-        arrays.
+        JAX arrays in the structure of `like`, or nested dicts (and lists) of NumPy arrays.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -84,7 +83,7 @@ def load_field(job_log_dir: str | Path, field: str, round_number: int | None = N
 
     Args:
         job_log_dir: the run's folder, or one in a bucket (`gs://`).
-        field: the field of the state, such as `personal_params` of Ditto.
+        field: the field, such as `personal_params` of Ditto.
         round_number: the checkpoint's round. Default None: the newest checkpoint.
 
     Returns:

@@ -61,9 +61,9 @@ class RowChanges:
     """The rows that the next checkpoint of a run writes: those whose fingerprints changed.
 
     Checkpoints are numbered from 0, which has all rows. The parent of checkpoint n is n without its
-    lowest bit that is 1, and n has the rows that changed since its parent. So a row is read from
-    one of at most 1 + log2(n) checkpoints, and a change is written at most that often. A checkpoint
-    of more than `LARGEST_PART` of a store has all rows, and is number 0 of new ones.
+    lowest bit that is 1, and n has the rows that changed since. So a row is read from one of at
+    most 1 + log2(n) checkpoints, and a change is written at most that often. A checkpoint of more
+    than `LARGEST_PART` of a store has all rows, and is number 0 again.
     """
 
     def __init__(self) -> None:
@@ -148,8 +148,8 @@ def _take(
 class StateParts:
     """The parts of a run's state in its checkpoints.
 
-    `params` is the model, where the state computes it; `rows` the rows of client stores that
-    changed since the parent. Without `rows`, `state` has the client stores.
+    `params` is the model, where the state computes it; `rows` the client stores' rows that changed
+    since the parent. Without `rows`, `state` has them.
     """
 
     def __init__(self, folder: Path, parents: dict[int, int]) -> None:

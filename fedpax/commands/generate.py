@@ -24,9 +24,8 @@ from fedpax.models.generation import generate as generate_tokens
 
 def generate(arguments: Sequence[str]) -> int:
     """Print a prompt and its continuation."""
-    # The separator of documents stands before the prompt, as before every document of the training,
-    # so the prompt begins a document. The continuation ends at the next separator. A model that was
-    # trained with a chat template gets the prompt as a user's message, and its answer is printed.
+    # A prompt begins a document, as in the training: the separator stands before it and ends the
+    # continuation. A model with a chat template gets the prompt as a user's message.
     options, fields = parse("generate", arguments, needs_exp=False)
     saved = read_saved_run("generate", arguments, options, fields)
     experiment = saved.experiment

@@ -97,8 +97,8 @@ def train(
             `fedpax.training.experiment.Experiment`. `dataclasses.replace` changes its fields.
         job_log_dir: the run's folder.
         allow_config_change: paths of fields that may differ from the folder's configuration, such
-            as `["learning_rate"]`. A path allows all fields below it. Default: only
-            `training.rounds` may grow, once the run is finished.
+            as `["learning_rate"]`, with all fields below them. Default: only `training.rounds` may
+            grow, once the run is finished.
 
     Returns:
         The final model and metrics.

@@ -52,11 +52,10 @@ Event: TypeAlias = Work | Start | Completion | Loop
 
 def schedule(module: Module) -> tuple[Event, ...]:
     """List the transfers between slices and the matmuls of a program, in their scheduled order."""
-    # A device executes a compiled text in its order. A transfer is in flight from its last `send`
-    # or `recv` to its first `send-done` or `recv-done`, or to the end of the computation that
-    # starts it. Matmuls between two other events are one `Work`, loops without transfers included.
-    # Calls are inlined. One branch of a conditional is listed: the one with the most FLOPs, if
-    # branches have transfers of these.
+    # A device executes a text in its order. A transfer is in flight from its last `send` or `recv`
+    # to its first `send-done` or `recv-done`, or to the end of the computation that starts it.
+    # Matmuls between two events are one `Work`, loops without transfers included. Calls are
+    # inlined. Of a conditional, the branch with transfers and the most FLOPs is listed.
     trips = trip_counts.trip_counts(module)
 
     @functools.cache

@@ -20,8 +20,8 @@ class Executions(NamedTuple):
 
 def executions(module: Module) -> dict[str, Executions]:
     """Count the executions of each computation that runs in one execution of a program."""
-    # The trip counts of nested loops multiply, and calls from several places add up. The number is
-    # unknown for the body of a loop that waits for a value, and for branches of conditionals.
+    # Trip counts of nested loops multiply, and calls add up. The number is unknown in a loop that
+    # waits for a value, and in branches of conditionals.
     sites = _call_sites(module)
 
     @functools.cache
@@ -116,9 +116,8 @@ def _trip_count(
     module: Module, sites: _CallSites, caller: Computation, loop: Instruction
 ) -> int | None:
     """Return the trip count of a while loop; None if it is known only at run time."""
-    # CPU and GPU programs state it in the text. TPU programs do not: for them the counter of the
-    # loop is evaluated at the first, second and third test of the condition, and extrapolated
-    # linearly.
+    # CPU and GPU programs state it. In TPU programs the loop's counter is evaluated at the first
+    # three tests of the condition, and extrapolated linearly.
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if known:
         return int(known.group(1))

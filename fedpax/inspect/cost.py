@@ -54,10 +54,7 @@ CUMULATIVE = frozenset(
 class Flops:
     """Floating-point operations, and whether all loops were counted.
 
-    Attributes:
-        number: number of operations.
-        is_exact: False if a loop with floating-point operations has a number of steps that is known
-            only at run time; its body counts once.
+    `is_exact` is False if a loop of a length that is known only at run time counts once.
     """
 
     number: float = 0
@@ -77,8 +74,8 @@ NO_FLOPS = Flops()
 
 def count_flops(jaxpr: Jaxpr) -> Flops:
     """Count the floating-point operations of a jaxpr: 2 in a matmul for each product, else 1."""
-    # The body of a loop counts as often as it runs; a loop of unknown length counts once. A
-    # conditional counts its costliest branch. Integers, comparisons and custom kernels count 0.
+    # A loop of unknown length counts once, a conditional its costliest branch. Integers,
+    # comparisons and custom kernels count 0.
     return sum((equation_flops(eqn) for eqn in jaxpr.eqns), start=NO_FLOPS)
 
 

@@ -67,9 +67,8 @@ def kept_values(plan: StreamingPlan) -> tuple[set[int], set[Var]]:
 
 def server_work(plan: StreamingPlan) -> tuple[set[int], set[Var]]:
     """Find the work of the server that runs on the participants' devices."""
-    # The identities of its equations: maps whose functions mark a value as the server's, and the
-    # equations that only compute their arguments or only read their results. And the values that
-    # are computed from the results of such maps alone.
+    # Identities of maps whose functions mark a value as the server's, and of equations that only
+    # compute their arguments or read their results; and the values from such maps alone.
     equations: set[int] = set()
     values: set[Var] = set()
     for eqn in plan.jaxpr.eqns:

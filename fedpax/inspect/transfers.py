@@ -22,17 +22,11 @@ from fedpax.transforms.value_names import Names, operation_of, type_of
 class Transfer(NamedTuple):
     """A value that each participant receives from the server, or sends to it.
 
-    Attributes:
-        name: the path of an argument or of a mapped function's result, or "computed from" such a
-            path, after the operation; see `fedpax.transforms.value_names`.
-        operation: "broadcast", "sum", "mean", "max", "min"; "gather" if the value is sent to the
-            server for all participants, as for a median; "exchange" if it is sent to another
-            participant.
-        type: dtype and shape of the value of one participant.
-        num_bytes: bytes of one participant in one execution. The terms of a reduction count in the
-            dtype in which they are accumulated.
-        sent_bytes: the same after compression.
-        executions: number of executions in one execution of the program.
+    `name` is the path of an argument or of a mapped function's result, or "computed from" such a
+    path (`fedpax.transforms.value_names`), and `type` is one participant's. `operation` is
+    "broadcast", "sum", "mean", "max", "min", "gather" (a value that the server reads from all
+    participants, as for a median), or "exchange" (between participants). `num_bytes` count the
+    terms of a reduction in the dtype in which they are accumulated, `sent_bytes` after compression.
     """
 
     name: str
@@ -47,13 +41,8 @@ class Transfer(NamedTuple):
 class PlacementCost:
     """The costs of one participant of a placement.
 
-    Attributes:
-        name: name of the placement.
-        size: number of participants. For a nested placement, in each participant of the outer one.
-        broadcast: the values that the participant receives.
-        reduced: the values that it sends.
-        flops: its floating-point operations.
-        where: the mesh axis that shards the participants, in words. Default "": there is no mesh.
+    Of a nested placement, `size` is for each participant of the outer one. `where` has the mesh
+    axis that shards the participants, in words; "" without a mesh.
     """
 
     name: str

@@ -1,10 +1,9 @@
 """Models in flax.nnx as pure functions of their parameters, and their losses.
 
-`transformer`, `mlp`, `cnn` and `resnet` make a `FunctionalModel` from a configuration;
-`transformer_loss` and `classification_loss` make the loss to train it. `fedpax.models.attention`
-has the implementations of attention, `fedpax.models.presets` the configurations of known
-transformers. `fedpax.models.huggingface` reads and writes weights in Hugging Face folders, and
-`fedpax.models.lora` trains low-rank adapters of them.
+`transformer`, `mlp`, `cnn` and `resnet` make a `FunctionalModel` from a configuration.
+`fedpax.models.attention` implements attention, `fedpax.models.presets` has configurations of known
+transformers, `fedpax.models.huggingface` reads and writes Hugging Face folders, and
+`fedpax.models.lora` trains low-rank adapters.
 """
 
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp

@@ -54,8 +54,8 @@ class MLPConfig:
 class CNNConfig:
     """Sizes of a convolutional network: two 3 x 3 convolutions, max-pooling, two dense layers.
 
-    With the default sizes, 62 classes and dropout rates (0.25, 0.5), this is the network for EMNIST
-    in the reference.
+    With the default sizes, 62 classes and dropout rates (0.25, 0.5), it is EMNIST's network in the
+    reference.
 
     Attributes:
         image_height: height of an image in pixels, at least 6.
@@ -64,9 +64,8 @@ class CNNConfig:
         filters: output channels of the first and of the second convolution.
         hidden_dim: features of the hidden dense layer.
         num_classes: number of classes.
-        dropout_rates: probabilities with which dropout sets a feature to 0, after pooling and in
-            the hidden dense layer, at least 0 and below 1. Only an `apply` with seeds drops
-            features.
+        dropout_rates: probabilities, below 1, with which dropout sets a feature to 0, after pooling
+            and in the hidden dense layer. Only an `apply` with seeds drops features.
 
     Raises:
         ValueError: a size is too small, or a rate is out of range.
@@ -289,10 +288,9 @@ def cnn(config: CNNConfig) -> FunctionalModel:
         config: the sizes.
 
     Returns:
-        The model. `apply` takes images, float `[batch, height, width]` or
-        `[batch, height, width, channels]`, and returns logits `[batch, num_classes]`. For training
-        with dropout, `apply(params, images, dropout_seeds)` takes a random number for each image,
-        uint32 `[batch]`: equal seeds drop equal features.
+        The model. `apply` maps float images `[batch, height, width]` or `[..., channels]` to
+        logits `[batch, num_classes]`. With dropout, `apply(params, images, dropout_seeds)` takes a
+        random number for each image, uint32 `[batch]`: equal seeds drop equal features.
 
     Example:
         >>> model = cnn(CNNConfig(image_height=8, image_width=8))

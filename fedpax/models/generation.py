@@ -36,8 +36,8 @@ def generate(
 ) -> Int[Array, "batch num_tokens"]:
     """Continue prompts, token by token, in one compiled program.
 
-    The whole prompt goes through the model once and fills the key-value cache. Then each new token
-    goes through the model alone and attends to the cache.
+    The whole prompt goes through the model once; then each new token goes through it alone and
+    attends to the key-value cache.
 
     Args:
         params: the transformer's parameters.
@@ -124,8 +124,7 @@ def nucleus_filter(
     logits: Float[Array, "*batch vocab"], top_p: jax.Array | float
 ) -> Float[Array, "*batch vocab"]:
     """Set the logits outside the nucleus to -inf."""
-    # The nucleus is the smallest set of most likely tokens whose probabilities add up to at least
-    # `top_p`.
+    # The nucleus: the fewest most likely tokens whose probabilities add up to `top_p` or more.
     probabilities = jax.nn.softmax(logits, axis=-1)
     descending = jnp.sort(probabilities, axis=-1, descending=True)
     before = jnp.cumsum(descending, axis=-1) - descending

@@ -14,7 +14,7 @@ Adapters are a separate pytree: a federated method trains and sends them alone.
     huggingface.save(folder, model_config, lora.merge(params, state.params, config))
 
 Under `jax.jit`, pass `params` as an argument: arrays that a jitted function closes over can become
-constants of the compiled program. `fedpax.training.experiment` does this in experiments.
+constants of the program.
 
 Reference:
     Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), section 4.1.
@@ -175,12 +175,10 @@ def merge(params: Params, adapters: Params, config: LoRAConfig) -> Params:
         >>> config = LoRAConfig(rank=4, alpha=8, targets=("down",))
         >>> adapters = init(jax.random.key(1), params, config)
         >>> adapters = jax.tree.map(lambda x: x + 0.1, adapters)  # B is zero before training
-        >>> weight, merged = (
-        ...     tree["layers"]["feed_forward"]["down"]
-        ...     for tree in (params, merge(params, adapters, config))
-        ... )
-        >>> adapter = adapters["layers"]["feed_forward"]["down"]
-        >>> bool(jnp.allclose(merged, weight + 8 / 4 * adapter["a"] @ adapter["b"], atol=1e-5))
+        >>> down = lambda tree: tree["layers"]["feed_forward"]["down"]
+        >>> a, b = down(adapters)["a"], down(adapters)["b"]
+        >>> merged = down(merge(params, adapters, config))
+        >>> bool(jnp.allclose(merged, down(params) + 8 / 4 * a @ b, atol=1e-5))
         True
     """
 
@@ -197,11 +195,8 @@ def adapter_loss(
 
     Args:
         loss_fn: `(params, batch) -> (loss, aux)`, such as `transformer_loss(...)`.
-        params: the transformer's parameters; they stay as they are.
+        params: the transformer's parameters.
         config: the adapters' size.
-
-    Returns:
-        `(adapters, batch) -> (loss, aux)`.
 
     Example:
         >>> from fedpax.models import TransformerConfig, transformer, transformer_loss

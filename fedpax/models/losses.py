@@ -71,8 +71,8 @@ def next_token_loss(apply: Callable[..., jax.Array]) -> ModelLoss:
 
     Returns:
         `loss_fn(params, batch) -> (loss, {"tokens": sum of the mask})`. A batch has `inputs` and
-        `targets`, int32 `[batch, seq_len]`. Packed sequences also have `segments` and `positions`,
-        int32, and `mask`, float32, which is 0 where a target does not count.
+        `targets`, int32 `[batch, seq_len]`, and of packed sequences `segments` and `positions`,
+        int32, and `mask`, float32, 0 where a target does not count.
 
     Example:
         >>> def bigrams(params, tokens, segments, positions):
@@ -170,9 +170,9 @@ def classification_loss(apply: Callable[..., jax.Array], *, field: str = "image"
 
     Returns:
         `loss_fn(params, batch) -> (loss, {"accuracy": fraction of labels with the largest
-        logit})`. A batch has `field`, `[batch, ...]`, and `label`, integers `[batch]`. It may have
-        `mask`, float32 `[batch]`, which is 0 where an example does not count. It may have
-        `dropout_seed`, uint32 `[batch]`, which `apply` then takes as its third argument.
+        logit})`. A batch has `field`, `[batch, ...]`, and `label`, integers `[batch]`; it may have
+        `mask`, float32 `[batch]`, 0 where an example does not count, and `dropout_seed`, uint32
+        `[batch]`, the third argument of `apply`.
 
     Example:
         >>> from fedpax.models.classifiers import MLPConfig, mlp
@@ -203,9 +203,8 @@ def squared_error_loss(apply: Callable[..., jax.Array], *, field: str = "feature
         field: the field of a batch that `apply` takes.
 
     Returns:
-        `loss_fn(params, batch) -> (loss, {})`. A batch has `field`, `[batch, ...]`, and `label`,
-        floats `[batch]`. It may have `mask`, float32 `[batch]`, which is 0 where an example does
-        not count.
+        `loss_fn(params, batch) -> (loss, {})`. A batch is as in `classification_loss`, with floats
+        as `label`.
 
     Example:
         >>> loss_fn = squared_error_loss(lambda w, x: x @ w)

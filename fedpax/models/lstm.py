@@ -19,25 +19,13 @@ class LSTMConfig:
 
     The defaults are the sizes of the model for next-word prediction on Stack Overflow.
 
-    Attributes:
-        vocab_size: numbers that a token can be: words, padding, and other special tokens.
-        embed_dim: features of an embedding.
-        hidden_dim: units of an LSTM layer.
-        num_layers: number of LSTM layers.
-        has_projections: whether a dense layer projects each LSTM layer's output to `embed_dim`
-            features. Without, the next layer reads `hidden_dim` features.
+    `has_projections`: a dense layer projects each LSTM layer's output to `embed_dim` features.
 
     Raises:
         ValueError: a size is below 1.
 
     Reference:
         Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, appendix C.
-
-    Example:
-        >>> LSTMConfig().num_params()
-        4050748
-        >>> LSTMConfig(90, 8, 256, num_layers=2, has_projections=False).num_params()  # Shakespeare
-        820522
     """
 
     vocab_size: int = 10_004
@@ -131,6 +119,6 @@ class LSTM(nnx.Module):
 
 def lstm(config: LSTMConfig) -> FunctionalModel:
     """Make a recurrent language model: `apply(params, tokens)` -> logits `[batch, seq, vocab]`."""
-    # The initial values are Keras's defaults as the authors set them: uniform embeddings, He's
-    # normal kernels, orthogonal recurrent kernels, Glorot's normal projections, forget biases of 1.
+    # Keras's defaults as the authors set them: uniform embeddings, He's normal kernels, orthogonal
+    # recurrent kernels, Glorot's normal projections, forget biases of 1.
     return functional_model(LSTM, config)

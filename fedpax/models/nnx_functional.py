@@ -18,12 +18,11 @@ class FunctionalModel(NamedTuple):
     """A model as pure functions of its parameters.
 
     Attributes:
-        init: `init(key)` makes the parameters, nested dicts of float32 arrays. It works under
-            `jax.eval_shape`, and under `jax.jit` with `out_shardings`, so a model that does not
-            fit one device is created sharded.
+        init: `init(key)` makes the parameters, nested dicts of float32 arrays. Under `jax.jit` with
+            `out_shardings`, it creates a model that does not fit one device sharded.
         apply: `apply(params, *inputs)` is the module's `__call__`.
-        logical_axes: the names of the parameters' axes: the same nested dicts with a tuple of
-            names for each array, as `fedpax.parallel.axes.shardings` takes them.
+        logical_axes: a tuple of axis names for each parameter, as
+            `fedpax.parallel.axes.shardings` takes them.
         bind: `bind(params)` returns the module with these parameters, for its other methods.
     """
 
@@ -40,11 +39,8 @@ def to_functional(constructor: Callable[..., nnx.Module]) -> FunctionalModel:
     parameter without this metadata is replicated on all devices.
 
     Args:
-        constructor: called as `constructor(rngs=nnx.Rngs(key))`, returns the module. A class, or a
-            `functools.partial` of one.
-
-    Returns:
-        The module's functions, see `FunctionalModel`.
+        constructor: a class of modules, or a `functools.partial` of one, called as
+            `constructor(rngs=nnx.Rngs(key))`.
 
     Raises:
         ValueError: the module has state besides its parameters, such as batch statistics, or

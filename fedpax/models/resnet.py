@@ -27,8 +27,7 @@ class ResNetConfig:
     Attributes:
         num_channels: channels of an image, 1 for gray and 3 for RGB.
         num_classes: number of classes.
-        filters: output channels of the first convolution and of the first stage. Each later stage
-            has twice as many as the one before.
+        filters: output channels of the first convolution and stage, doubled at each later stage.
         blocks: number of blocks in each stage.
         num_groups: groups of channels that are normalized together.
         stage_stride: stride of the first block of each stage after the first. Default 1, as in the
@@ -38,9 +37,8 @@ class ResNetConfig:
         ValueError: a size is below 1, or `num_groups` does not divide `filters`.
 
     Reference:
-        He et al., Identity Mappings in Deep Residual Networks, arXiv:1603.05027 (the order of
-        normalization and convolution); Reddi et al., Adaptive Federated Optimization,
-        arXiv:2003.00295, appendix; the strides and groups: the authors' code, TensorFlow Federated,
+        He et al., arXiv:1603.05027 (the order of normalization and convolution); Reddi et al.,
+        arXiv:2003.00295, appendix; the strides and groups: TensorFlow Federated,
         research/optimization/shared/resnet_models.py.
 
     Example:

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.parallel.axes import explicit_spec
 
-# Upper bound on the rows of a block. With 1,024 rows of bfloat16, a TPU v5e computes for as long as
-# it takes to read and write the float32 sum of a kernel's gradient.
+# Most rows of a block. With 1,024 rows of bfloat16, a TPU v5e computes for as long as it moves the
+# float32 sum of a kernel's gradient.
 MAX_BLOCK = 1024
 
 
@@ -23,11 +23,10 @@ def grouped_matmul(
     group_sizes: Int[Array, " groups"],
 ) -> Float[Array, "rows outputs"]:
     """Multiply the rows of each group by its kernel: out[r] = rows[r] @ kernels[group of r]."""
-    # On TPU the forward pass is `jax.lax.ragged_dot_general`. On other platforms, and for the
-    # gradient with respect to the kernels on TPU too, XLA would compute every row with every group
-    # and mask the rest. There, a loop multiplies one block of rows after another instead. Rows
-    # after the last group cost memory and no time; they hold arbitrary values, NaN included, and so
-    # do these rows of the gradient. Sums are float32. It can be differentiated and vmapped. The
+    # On TPU the forward pass is `jax.lax.ragged_dot_general`. Elsewhere, and for the kernels'
+    # gradient, XLA would compute every row with every group and mask the rest: a loop multiplies
+    # one block of rows after another instead. Rows after the last group cost no time; they hold
+    # arbitrary values, NaN included, and so do these rows of the gradient. Sums are float32. The
     # gradient has a forward-mode derivative; the matmul itself has none.
     return raw_grouped_matmul(rows, kernels, group_sizes)
 
@@ -64,8 +63,8 @@ def raw_grouped_matmul(
     """Multiply the rows of each group by its (transposed) kernel, without a derivative rule."""
     out = jnp.dtype(rows.dtype if dtype is None else dtype)
 
-    # vmap runs the elements of a batch one after another: TPUs have no batched ragged matmul, and
-    # batched loops would all run as long as the longest.
+    # One after another: TPUs have no batched ragged matmul, and batched loops would all run as long
+    # as the longest.
     @jax.custom_batching.sequential_vmap
     def compute(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return jax.lax.platform_dependent(

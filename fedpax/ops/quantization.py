@@ -26,12 +26,9 @@ def quantized_einsum(
 ) -> jax.Array:
     """Contract features and weights rounded to 8 bits, with the gradient of the exact einsum."""
     # Each operand is divided by a scale that maps the largest absolute value along the contracted
-    # axes to the largest number of the format; then it is rounded. The matmul runs in the format
-    # and sums in int32 or float32. The gradient is the one of the einsum without rounding: the
-    # straight-through estimator. "fp8" is float8_e4m3fn: 4 bits of exponent, 3 of mantissa.
-    # Jacob et al., "Quantization and Training of Neural Networks for Efficient
-    # Integer-Arithmetic-Only Inference" (arXiv:1712.05877), section 3; Bengio et al., "Estimating
-    # or Propagating Gradients Through Stochastic Neurons" (arXiv:1308.3432), for the estimator.
+    # axes to the largest number of the format, and rounded. The matmul sums in int32 or float32.
+    # The gradient is that without rounding: the straight-through estimator. "fp8" is float8_e4m3fn.
+    # Jacob et al. (arXiv:1712.05877), section 3; Bengio et al. (arXiv:1308.3432), the estimator.
     _check_mesh(quantization)
     return _einsum(x, weight, subscripts, quantization)
 

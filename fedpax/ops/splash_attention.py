@@ -38,21 +38,9 @@ def splash_attention(
     """Compute causal attention by the kernel; see `fedpax.models.attention.causal_attention`.
 
     On a mesh it runs in a `jax.shard_map` that is manual over the model's axes, those named in
-    `fedpax.parallel.axes.RULES`, except axes that are manual already. RULES shard the batch and
-    the heads; each device has whole sequences.
-
-    Args:
-        query: `[batch, seq_len, num_heads, head_dim]`.
-        key: `[batch, seq_len, num_kv_heads, head_dim]`.
-        value: as `key`.
-        segments: int32 `[batch, seq_len]`, the document of each token in a packed sequence.
-            Default None: one document per row.
-        sliding_window: number of tokens that a token attends to: itself and those just before it.
-            Default None: all earlier tokens.
-        interpret: interpret the kernel, which works on any platform and is slow; for tests.
-
-    Returns:
-        The shape and dtype of `query`.
+    `fedpax.parallel.axes.RULES`. They shard the batch and the heads; each device has whole
+    sequences. Arguments are as in `causal_attention`; `interpret` runs the kernel on any platform,
+    slowly, for tests.
 
     Raises:
         ValueError: the kernel does not support these sizes; see `splash_supports`.

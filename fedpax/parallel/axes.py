@@ -106,9 +106,9 @@ def partition_spec(
 def constrain(x: jax.Array, logical: Sequence[str | None], rules: Rules = RULES) -> jax.Array:
     """Shard a value inside a program by its logical axes.
 
-    On automatic mesh axes it is `jax.lax.with_sharding_constraint`, on explicit ones
-    `jax.sharding.reshard`. Without a mesh, and on a mesh that has none of the rules' axes, it does
-    nothing. Under `vmap`, the mapped axis keeps its sharding, or gets `spmd_axis_name`.
+    It is `jax.lax.with_sharding_constraint` on automatic mesh axes, `jax.sharding.reshard` on
+    explicit ones, and nothing without the rules' axes. Under `vmap`, the mapped axis keeps its
+    sharding, or gets `spmd_axis_name`.
 
     Args:
         x: an array of any shape.
@@ -146,8 +146,7 @@ def explicit_spec(
 ) -> PartitionSpec | None:
     """Return the spec of a result over explicit mesh axes, where JAX cannot infer it.
 
-    It is the argument `out_sharding=` of `jnp.einsum` and of `x.at[i].get` when they contract or
-    index a sharded axis. Automatic axes do not need it.
+    It is the `out_sharding=` of `jnp.einsum` and `x.at[i].get` over a sharded axis.
 
     Args:
         logical: the logical axis of each axis of the result; None for an axis that is not sharded.

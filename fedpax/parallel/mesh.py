@@ -61,15 +61,12 @@ def make_mesh(
     - The axes have the order of the arguments. One size can be -1: all remaining devices.
     - The mesh uses all devices, and keeps axes of size 1.
     - On TPUs, the order of the devices follows the physical links.
-    - On several TPU slices, joined by a slower network, the axis that communicates least runs
-      between slices. Every other axis stays within a slice. The same holds for several processes
-      without TPUs if the sizes allow it.
+    - On several TPU slices, the axis that communicates least runs between slices and every other
+      axis stays within one; likewise on processes without TPUs, if the sizes allow it.
 
     Args:
-        devices: the devices to use. Default None: the devices of `default_devices`, or else
-            `jax.devices()`.
-        axis_types: one type for all axes, or a type by axis name. Default None, and axes without a
-            type: automatic.
+        devices: the devices to use. Default None: those of `default_devices`, or `jax.devices()`.
+        axis_types: one type for all axes, or a type by axis name. Default: automatic.
         between_slices: name of the axis that runs between slices. Default None: the first axis of
             more than one device among islands, clients and data.
         **axis_sizes: size of each axis, at least 1, or -1 for all remaining devices.
@@ -111,8 +108,8 @@ def make_mesh(
 class MeshConfig:
     """Sizes of the mesh's axes, in their order; one size can be -1: all remaining devices.
 
-    The axis of a placement (islands, clients) has its name. The other axes shard the model and the
-    batch. A size that is not stated (None) follows from the experiment and the devices, as
+    The axes of placements are islands and clients; the others shard the model and the batch. A size
+    that is not stated (None) follows from the experiment and the devices, as
     `fedpax.parallel.mesh_rule.follow` describes; in `make` it is 1.
 
     Attributes:

@@ -27,8 +27,8 @@ def follow(
 ) -> MeshConfig:
     """Set the sizes of a mesh that are not stated, so that it takes all devices."""
     # One axis after another takes as many of the remaining devices as divide its sizes. With one
-    # island on several slices, `data` runs between the slices. The mesh of one device stays as it
-    # is, and so does one whose stated sizes do not divide the devices: `make` raises for it.
+    # island on several slices, `data` runs between the slices. A mesh of one device stays, and so
+    # does one whose stated sizes do not divide the devices: `make` raises.
     stated = mesh.stated
     fixed = math.prod(size for size in stated.values() if size != -1)
     if not sharded or mesh == SINGLE_DEVICE or num_devices % fixed:
@@ -53,10 +53,9 @@ def follow(
 
 def simulated_count(mesh: MeshConfig, sharded: Sequence[ShardedSize], cores: int) -> int:
     """Return the number of devices for a CPU to simulate."""
-    # It is one device for each island where the mesh does not state their axis. A mesh that takes
-    # all devices (-1), and a mesh of clients that does not state their axis, get one device per
-    # core, as far as they can share them: clients that run one after another on a device occupy one
-    # core.
+    # One device for each island, unless the mesh states their axis. A mesh that takes all devices
+    # (-1), and one of clients without a stated axis, get one device per core, as far as clients can
+    # share them: clients on one device occupy one core.
     sizes = mesh.stated
     for item in sharded:
         if item.axes == ("islands",):

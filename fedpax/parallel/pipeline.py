@@ -105,9 +105,9 @@ def run_pipeline(
     in the same order as [layers, ...].
 
     Args:
-        layer_fn: one layer, `layer_fn(x, params, side_inputs) -> (x, auxiliary)`. x keeps its shape
-            and dtype. `auxiliary` is a pytree of scalars, such as a load-balancing loss; () for
-            none. All arrays that it needs must be arguments; it must not close over arrays.
+        layer_fn: one layer, `layer_fn(x, params, side_inputs) -> (x, auxiliary)`, which must not
+            close over arrays. x keeps its shape and dtype. `auxiliary` is a pytree of scalars, such
+            as a load-balancing loss; () for none.
         stacked_params: the layers' parameters, a pytree of [layers, ...], or of [num_repeats,
             layers / num_repeats, ...] if num_repeats > 1.
         x: features [batch, ...].
@@ -142,8 +142,8 @@ def run_pipeline(
         (True, ['norm'])
 
     Reference:
-        Huang et al., "GPipe" (arXiv:1811.06965), section 2; Narayanan et al., "Efficient
-        Large-Scale Language Model Training on GPU Clusters" (arXiv:2104.04473), section 2.2.
+        Huang et al., "GPipe" (arXiv:1811.06965), section 2; Narayanan et al. (arXiv:2104.04473),
+        section 2.2, for interleaved stages.
     """
     num_layers = _check_stacked(stacked_params, num_repeats)
     _check_side_inputs(side_inputs, x.shape[0])

@@ -85,8 +85,8 @@ def plan_experiment(
     options = ", ".join(f"{name}={value}" for name, value in (run.compiler_options or {}).items())
     report(f"compiling its round{options and f' with {options}'}; a large model takes minutes")
     try:
-        # Without the hardware, the mesh's devices run nothing. With the concrete mesh set, JAX
-        # would run the small computations of tracing on them.
+        # With the concrete mesh, JAX would run the small computations of tracing on its devices,
+        # which do not exist.
         with _repeated(report, "still compiling"), use_abstract_mesh(run.mesh.abstract_mesh):
             training = experiment.training
             compiled = compile_round(
@@ -177,9 +177,8 @@ def describe_misfit(name: str, mesh: MeshConfig, topology: Topology) -> str | No
 
 def fitting_sizes(sizes: Mapping[str, int], total: int) -> dict[str, int] | None:
     """Return sizes near the given ones that take all devices; None if none are near."""
-    # Additional devices go to the axis `clients` if the mesh has it, otherwise to `fsdp`. Other
-    # sizes only become smaller, to divisors of the given ones, so that they still divide the same
-    # array dimensions.
+    # Additional devices go to the axis `clients`, or else to `fsdp`. Other sizes only become
+    # divisors of the given ones, to divide the same array dimensions.
     needed = math.prod(size for size in sizes.values() if size != -1)
     if -1 not in sizes.values() and total % needed == 0:
         axis = "clients" if "clients" in sizes else "fsdp"

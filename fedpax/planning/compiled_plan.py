@@ -129,13 +129,13 @@ class CompiledPlan(NamedTuple):
 
     Attributes:
         workload: the work of the round.
-        topology: the devices that it was compiled for.
+        topology: the devices.
         axes: the mesh axes of more than one device; the first axis on a mesh of one device.
         memory: memory needed on a device.
-        matmul_flops: matmul FLOPs (convolutions included) of a device in a round, counted in the
-            compiled program, recomputation included.
-        int8_flops: the part of `matmul_flops` with 8-bit integer operands.
-        fp8_flops: the part of `matmul_flops` with 8-bit float operands.
+        matmul_flops: FLOPs of a device's matmuls and convolutions in a round, in the compiled
+            program, recomputation included.
+        int8_flops: the part of them with 8-bit integer operands.
+        fp8_flops: the part of them with 8-bit float operands.
         memory_traffic: bytes that a device reads from and writes to its memory in a round.
         host_transfers: bytes that a device exchanges with the host's memory in a round.
         uncounted_kernels: names of kernels that do not state their FLOPs; they count as 0.
@@ -145,7 +145,7 @@ class CompiledPlan(NamedTuple):
         roofline: lower bounds on the time of a round; None if the chip's specifications are
             unknown.
         overlap: the transfers between slices and the local steps that hide them; None without
-            transfers, without matmuls, or if the chip's specifications are unknown.
+            transfers, matmuls or specifications.
     """
 
     workload: RoundWorkload

@@ -20,8 +20,8 @@ _MAX_PANELS = 8
 
 def draw_mesh(plan: CompiledPlan, mesh: jax.sharding.Mesh, path: str | Path) -> None:
     """Draw the chips of the slices, once per mesh axis, colored by their position along it."""
-    # A slice of three dimensions is drawn as layers side by side. Chips of one color have the same
-    # position along the axis; a collective over the axis joins chips of all colors.
+    # Three dimensions are drawn as layers. Chips of one color have the same position along the
+    # axis; its collectives join chips of all colors.
     grids = _grids(plan, mesh)
     rows, columns = len(plan.axes), len(grids)
     height, width = next(iter(grids.values())).shape

@@ -13,9 +13,6 @@ from fedpax.planning.topology import DCN
 def to_json(plan: CompiledPlan) -> dict[str, Any]:
     """Convert a plan to values that JSON can represent.
 
-    Args:
-        plan: the plan.
-
     Returns:
         Nested dicts and lists. Bytes, seconds and FLOPs are plain numbers; unknown values are None.
         Bytes of collectives are the bytes of their operands (`CompiledPlan.operand_bytes`), and

@@ -123,8 +123,8 @@ def _run_jitted(implementation: Callable, *args, **params):
     run = jax.jit(functools.partial(implementation, **params))
     if jax.config.values["jax_disable_jit"]:
         return run(*args)
-    # The function is traced at every call, because the values that it closes over can change. The
-    # lowered text is mostly the same, and each text is compiled once.
+    # Traced at every call, because the values that the function closes over can change. Each
+    # lowered text is compiled once.
     lowered = run.trace(*args).lower(lowering_platforms=(jax.default_backend(),))
     text = hashlib.sha256(lowered.as_text().encode()).digest()
     types = tuple(map(jax.typeof, args))

@@ -42,9 +42,8 @@ def federated_broadcast(x: ArrayTree, *, placement: str | None = None) -> ArrayT
         placement: name of the placement. Default None: the only placement of the program.
 
     Returns:
-        The same pytree; a leaf of shape `[...]` becomes `[n, ...]` of the same dtype. If the mesh
-        has an axis with the placement's name, that axis shards the leading dimension. The sharding
-        of the other dimensions does not change.
+        The same pytree; a leaf of shape `[...]` becomes `[n, ...]` of the same dtype. A mesh axis
+        with the placement's name shards the leading dimension; others keep their sharding.
 
     Raises:
         RuntimeError: called outside a program.

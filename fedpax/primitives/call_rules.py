@@ -132,8 +132,7 @@ def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
 
     full = _trace(primal, jaxpr.in_avals)
     tangents = [a.to_tangent_aval() for a in _select(jaxpr.in_avals, nonzero)]
-    # A residual that is a broadcast is recomputed from the server value. Saved, it would take one
-    # copy per participant.
+    # Saved, a residual that is a broadcast would take one copy per participant: recompute it.
     full, broadcasts = strip_final(full, len(active), federated_broadcast_p)
 
     def linear_from_server(*residuals_and_tangents):
@@ -175,8 +174,8 @@ def _maps(jaxpr: Jaxpr, under_checkpoint: bool = False) -> Iterator[tuple[bool, 
 
 def _is_saveable(primitive: Primitive, *_: Any, **params: Any) -> bool:
     """Return whether the backward pass reads an equation's results, for `jax.checkpoint`."""
-    # Saved are results of reductions, of maps that are not under `jax.checkpoint`, and of programs,
-    # except those with rematerialized maps that return placed values.
+    # Saved are results of reductions, of maps that are not under `jax.checkpoint`, and of programs
+    # without rematerialized maps that return placed values.
     if primitive.name == "federated_map":
         return not is_rematerialized(params["jaxpr"])
     if primitive.name == "federated_program":
@@ -261,10 +260,9 @@ def _batch(primitive, inner_aval, batch_dim, axis, args, dims, *, jaxpr, **other
     return outputs, [batch_dim if b else None for b in batched_out]
 
 
-# JAX differentiates `jax.custom_batching.custom_vmap` functions only after they are batched: then
-# the batching rule has replaced the function. A mapped function is differentiated before it is
-# batched. So each such call is batched over an axis of size 1 first, and the derivative is the
-# rule's derivative, as in `jax.grad(jax.vmap(f))`.
+# JAX differentiates `jax.custom_batching.custom_vmap` functions only by their batching rule, but a
+# mapped function is differentiated before it is batched. So each such call is batched over an axis
+# of size 1 first, as in `jax.grad(jax.vmap(f))`.
 CUSTOM_BATCHING = "custom_vmap_call"
 
 

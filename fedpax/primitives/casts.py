@@ -28,8 +28,7 @@ def checked_cast(
     values: ArrayLike, dtype: Any, name: str, remedy: str | None = None
 ) -> NDArray[Any]:
     """Convert numbers to a dtype, or raise an error that names a value which would change."""
-    # Integers and bools stay exact; a float is rounded, and a finite value stays finite. `name` is
-    # the argument or field; the default remedy is to use 64 bits, or other numbers.
+    # Integers and bools stay exact; a float is rounded, and a finite value stays finite.
     array, dtype = _numbers(values, name, remedy), np.dtype(dtype)
     if array.dtype == dtype:
         return array

@@ -63,8 +63,8 @@ class DeviceLoop(NamedTuple):
             written = self.write_clients(0, outputs, placed)
             return [written.get(output, value) for output, value in enumerate(outputs)]
 
-        # A stacked output is written row by row into the buffer of an input of the same type, so a
-        # donated state needs no second buffer. XLA copies an input that is not donated.
+        # Written row by row into the buffer of an input of the same type, a donated state needs no
+        # second buffer. XLA copies an input that is not donated.
         aliases = self.aliased_inputs(placed)
         # Where only the rows that overwrite an input depend on it, all reads precede the write.
         apart = [
@@ -92,9 +92,9 @@ class DeviceLoop(NamedTuple):
             totals = apply_by_monoid(self.monoids, lambda m, a, b: m.merge(a, b), totals, terms)
             return start + size, stacked, totals
 
-        # Two arrays are avoided here. The start is counted in the carry: scanned over, an array of
-        # starts would grow with the clients. The outputs are carried: stacked by the scan, they
-        # would be copied when the last, smaller chunk is appended.
+        # The start is counted in the carry: an array of starts would grow with the clients. The
+        # outputs are carried: stacked by the scan, they would be copied when the smaller last chunk
+        # is appended.
         buffers = [
             empty_rows(self.participants, aval) if i is None else placed[i][0]
             for i, aval in zip(aliases, self.split(self.out_avals)[0], strict=True)
@@ -177,9 +177,8 @@ class DeviceLoop(NamedTuple):
 
     def aliased_inputs(self, placed: Sequence[Placed]) -> list[int | None]:
         """Return the input buffer that each stacked output can overwrite, or None."""
-        # Shape, dtype and sharding are equal, and no input is assigned twice. Inputs that the
-        # output depends on come first, such as the state that it replaces: XLA copies an input that
-        # another output still reads.
+        # Of equal shape, dtype and sharding, each once. Inputs that the output depends on are
+        # first, such as the state that it replaces: XLA copies an input that another output reads.
         free = {
             i: _shape_and_layout(unplaced_aval(aval_of_value(v)))
             for i, v in enumerate(placed)

@@ -22,8 +22,7 @@ class IntegerSum(NamedTuple):
 
     where: str  # the summed leaf, for the message
     total: Any  # the sum in its integer dtype; of weights, in floats; or the mean
-    # the sum in floats, of the same shape; of weights, the number of those but 0; or the mean with
-    # weights that are scaled
+    # the sum in floats; of weights, the number of those but 0; or the mean with scaled weights
     estimate: Any
 
 

@@ -14,7 +14,7 @@ from fedpax.primitives.placement import Placement
 
 def mesh_axis(placement: Placement) -> str | None:
     """Return the mesh axis that shards a placement's participants, or None."""
-    # An automatic axis of size 1 shards nothing. If the axis is manual, the code runs on one shard.
+    # If the axis is manual, the code runs on one shard.
     return None if _axis_type(placement) in (None, AxisType.Manual) else placement.name
 
 
@@ -26,8 +26,7 @@ def explicit_axis(placement: Placement) -> str | None:
 def _axis_type(placement: Placement) -> AxisType | None:
     mesh = jax.sharding.get_abstract_mesh()
     axis_type = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(placement.name)
-    # An automatic axis of size 1 shards nothing: the program equals the one for a mesh without the
-    # axis.
+    # It shards nothing: the program equals the one for a mesh without the axis.
     return None if axis_type == AxisType.Auto and mesh.shape[placement.name] == 1 else axis_type
 
 

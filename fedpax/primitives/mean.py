@@ -101,8 +101,7 @@ def federated_mean(
         2.75
 
     Reference:
-        McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
-        arXiv:1602.05629, algorithm 1.
+        McMahan et al., arXiv:1602.05629, algorithm 1.
     """
     if weights is None:
         return reduce_tree("federated_mean", federated_mean_p, x, placement, ordered=False)

@@ -28,11 +28,10 @@ def reduce_terms(
     monoid: Monoid, operands: Sequence[jax.Array], terms: Callable[..., list] | None = None
 ) -> list[jax.Array]:
     """Combine the terms of all participants into totals; by default the operands are the terms."""
-    # On a CPU, participants are combined one after another, because XLA's reduction over the
-    # leading axis reads an array column by column. With 64 participants and weights, the loop takes
-    # a hundredth of the time and less. Many participants are combined in blocks, so that rounding
-    # grows with the square root of their number. Rows that are sharded over devices are reduced at
-    # once.
+    # On a CPU, participants are combined one after another: XLA's reduction over the leading axis
+    # reads an array column by column, and takes a hundred times as long with 64 participants and
+    # weights. Blocks of participants keep rounding at the square root of their number. Rows that
+    # are sharded over devices are reduced at once.
     make = terms or (lambda *own: list(own))
 
     def at_once(*operands: jax.Array) -> list[jax.Array]:
@@ -134,7 +133,7 @@ def _for_each(reduce: Callable) -> Callable:
 def _propagating_nan(extremum: Callable, nan_key: Callable) -> Callable:
     """Return an extremum that is NaN if any value is NaN, also between devices."""
     # XLA's all-reduce on CPU compares floats as C++ does and can drop a NaN. So floats are mapped
-    # to integers of the same order, with one integer beyond all others, `nan_key(dtype)`, for NaN.
+    # to integers of the same order, with one beyond all others, `nan_key(dtype)`, for NaN.
 
     def flip_negative(bits):
         # If the sign bit is set, larger bits are smaller numbers. Applied twice: the identity.

@@ -39,14 +39,12 @@ class ActivePlacement(NamedTuple):
     placement: Placement
     chunk_size: ChunkSize  # the program's setting
     inside: bool = False  # the code being traced runs on one participant of the placement
-    # number of placements that the enclosing programs declare; 0 for the outermost program. The
-    # innermost program has the largest depth. A call without `placement` refers to the placement of
-    # the innermost program.
+    # number of placements of the enclosing programs; a call without `placement` refers to the
+    # innermost program, which has the largest
     depth: int = 0
 
 
-# The cache of `jax.jit` depends on a user context: a jitted helper that is called in programs of
-# different sizes is traced once for each of them.
+# The cache of `jax.jit` depends on a user context: a jitted helper is traced for each size.
 _active = jax.make_user_context(())
 
 
@@ -212,8 +210,7 @@ federated_program_p = Primitive("federated_program")
 federated_program_p.multiple_results = True
 
 
-# Whether a program is traced for stages, whose server waits for participants.
-# The cache of `jax.jit` depends on a user context: a function is traced again for stages.
+# Whether a program is traced for stages, whose server waits for participants; in `jax.jit`'s cache.
 _for_stages = jax.make_user_context(False)
 
 

@@ -1,7 +1,7 @@
 """Compute the end of one participant's step on arrays `[1, ...]`.
 
-The new state then takes the buffers of the donated old one. If the axis is removed and added again,
-XLA on CPU fuses both reshapes into the optimizer, computes it twice, and copies the state.
+The new state takes the donated old one's buffers. If the axis is removed and added again, XLA on
+CPU fuses both reshapes into the optimizer, computes it twice, and copies the state.
 """
 
 from collections.abc import Sequence

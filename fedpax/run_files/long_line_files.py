@@ -135,8 +135,8 @@ class LineCopy:
         with open_regular(self._source) as file:
             size = os.fstat(file.fileno()).st_size
             starts = part_starts(size)
-            # A file that was shortened and has grown again differs before the end that it had. Its
-            # last part can have one byte, which is equal by chance.
+            # A file that was shortened and has grown again differs before its former end, whose
+            # last byte can be equal by chance.
             changed = is_first or self._tail != _tail(file, self._tail[0])
             parts = {}
             for start, end in itertools.pairwise([*starts, size]):

@@ -1,11 +1,10 @@
 """Training: experiments, the loop that trains them, and evaluation.
 
 - Experiments: an `Experiment` is a configuration, with a `TrainingConfig`, whose `build` returns a
-  `Run`: the algorithm, the data, the evaluation, the mesh and the `Shardings`. `StoredParams` and
-  `with_frozen_argument` begin from, or train beside, parameters that are read from a folder.
-- Training: `train` trains an experiment in a folder (`fedpax.train` is its short form for scripts
-  and notebooks) and returns a `TrainingResult`. `read_metrics` reads the log of a
-  run, and `select` chooses lines of it.
+  `Run`, with its `Shardings`. `StoredParams` and `with_frozen_argument` begin from, or train
+  beside, parameters that are read from a folder.
+- Training: `train` (short form: `fedpax.train`) returns a `TrainingResult`. `read_metrics` reads
+  the log of a run, and `select` chooses lines of it.
 - Evaluation: `evaluator` and `placed_evaluator` make `Run.evaluate`; `evaluate_by_client` has a
   value of each metric for each client, as have `ClientMetrics`, which `Run.evaluate_clients`
   returns.

@@ -40,9 +40,8 @@ ACTIVITIES: dict[Bucket, str] = {
 class Watchdog(AbstractContextManager["Watchdog"]):
     """A thread that reports when a run makes no progress; a context manager."""
 
-    # An activity hangs if it takes longer than `hang_after` seconds, or ten times as long if it is
-    # not a round's, and longer than 4 times the longest earlier one. `hang_round_R.txt` has the
-    # stacks.
+    # An activity hangs after `hang_after` seconds, ten times as long if it is not a round's, and at
+    # least 4 times the longest earlier one. `hang_round_R.txt` has the stacks.
 
     def __init__(
         self,

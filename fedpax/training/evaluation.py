@@ -138,13 +138,12 @@ def evaluate_by_client(
 ) -> Callable[[Params], dict[str, np.ndarray]]:
     """Make a function that evaluates a model on the examples of each client.
 
-    Examples are evaluated one by one, in batches of one size for all clients together: clients of
-    any number of examples share one compiled function, and no padding reaches `loss_fn`. A metric
-    must be a mean over examples, as a loss is.
+    Examples are evaluated one by one, in batches of one size for all clients together: one compiled
+    function, and no padding in `loss_fn`. A metric must be a mean over examples, as a loss is.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`. It gets batches of
-            one example.
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`, for batches of one
+            example.
         clients: for each client a dict of arrays `[examples, ...]`, of equal shapes and dtypes but
             for the number of examples. A field `mask` weighs the examples: by its sum.
         batch_size: number of examples that are evaluated at once.

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from fedpax.algorithm import FederatedAlgorithm, Metrics, Params, State
 from fedpax.clients.cohort import Cohort
 
-# The loop over the arrivals of a round is as long as its schedule says, so the compiled text does
-# not tell how often its collectives run. These collectives also belong to a simulation: a server
-# would exchange values with the participants that arrive, and with no others.
+# The length of a loop over arrivals is in its schedule, not in the compiled text. Its collectives
+# also belong to a simulation: a server exchanges values with the participants that arrive alone.
 
 UPLOADED_BYTES = "uploaded_bytes"
 """Name of the metric: bytes of the updates that participants send to the server in a round."""
@@ -30,24 +29,19 @@ def with_exchanged_bytes(
     *,
     update_bytes: Callable[[Params], float] | None = None,
 ) -> FederatedAlgorithm:
-    """Report the bytes of each round, as the metrics `uploaded_bytes` and `broadcast_bytes`.
+    """Report `uploaded_bytes` and `broadcast_bytes` of each round, sums over all participants.
 
-    They are sums over all participants. Where the compiled round leaves its bytes unknown, the
-    training loop logs `uploaded_bytes` divided by the number of participants: as the operand of an
-    all-reduce, what one participant sends.
+    Where the compiled round leaves its bytes unknown, the training loop logs the upload of one
+    participant: the operand of an all-reduce.
 
     Example:
         >>> import optax
         >>> from fedpax.algorithms import async_diloco
         >>> from fedpax.clients import ArrivalOrder
+        >>> loss_fn = lambda w, x: (jnp.mean((w - jnp.mean(x)) ** 2), {})
         >>> algorithm = with_exchanged_bytes(
-        ...     async_diloco(
-        ...         lambda w, x: (jnp.mean((w - jnp.mean(x)) ** 2), {}),
-        ...         islands=2,
-        ...         inner_optimizer=optax.sgd(0.5),
-        ...     ),
-        ...     lambda schedule, metrics: (metrics["arrivals"], jnp.sum(schedule.position >= 0)),
-        ... )
+        ...     async_diloco(loss_fn, islands=2, inner_optimizer=optax.sgd(0.5)),
+        ...     lambda schedule, metrics: (metrics["arrivals"], jnp.sum(schedule.position >= 0)))
         >>> cohort = Cohort(jnp.ones((2, 1, 3)), schedule=ArrivalOrder(jnp.array([0, -1])))
         >>> _, metrics = algorithm.round(algorithm.init(jnp.zeros(100)), cohort)
         >>> metrics["uploaded_bytes"].item(), metrics["broadcast_bytes"].item()

@@ -76,9 +76,9 @@ class Shardings(NamedTuple):
         cohort: one `NamedSharding` for every leaf of a cohort, such as `P("clients")`, or a tree
             of them that is a prefix of the cohort's structure.
         state: the shardings of the algorithm's state. Default None: derive them from the
-            parameters' shardings (`fedpax.training.compiled_round.state_shardings`). A function
-            `derived -> shardings` overrides some: it returns the derived tree, or a prefix of it,
-            such as `lambda derived: derived._replace(table=NamedSharding(mesh, P("clients")))`.
+            parameters' shardings. A function `derived -> shardings` overrides some: it returns the
+            derived tree, or a prefix of it, such as
+            `lambda derived: derived._replace(table=NamedSharding(mesh, P("clients")))`.
     """
 
     params: ShardingTree
@@ -99,11 +99,11 @@ class Run(NamedTuple):
             (`fedpax.training.evaluation.evaluate_by_client`).
         mesh: the mesh that is set while the run is traced and executed.
         items_per_round: tokens or examples that all participants together train on per round.
-        placement: the placement's name, `"clients"` or `"islands"`. The loop reports the operand
-            bytes of collectives along the mesh axis of this name (`bytes_across_placement`).
-        shardings: the shardings of parameters, cohorts and state on the mesh. Default None: each
-            device holds the whole model, and the participants of a cohort are sharded over the mesh
-            axis with the placement's name, if the mesh has it.
+        placement: `"clients"` or `"islands"`, also the mesh axis of the logged
+            `bytes_across_placement`.
+        shardings: the shardings of parameters, cohorts and state. Default None: each device holds
+            the whole model, and the mesh axis with the placement's name, if any, shards the
+            participants of a cohort.
         item_unit: the unit of `items_per_round`.
         cohort_shapes: a cohort's shapes and dtypes, a tree of `jax.ShapeDtypeStruct`. With them the
             round compiles without data (`fedpax plan`). Default None: unknown without data.

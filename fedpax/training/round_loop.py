@@ -369,8 +369,8 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def _roll_back(self, spike: Spike) -> None:
         """Return to a checkpoint before a spike, and leave out the cohorts up to the spike."""
         self._checkpoints.wait()
-        # A signal saves after other rounds too. Its checkpoint is used only if no earlier one is
-        # left: a run must not depend on signals.
+        # A signal saves after other rounds too. Its checkpoint is the last choice: a run must not
+        # depend on signals.
         scheduled = last_due_before(spike.round, *self._saving_periods)
         to = self._checkpoints.delete_after(scheduled)
         self._clock.lose_since(to)

@@ -61,15 +61,14 @@ class SpikeCounts(NamedTuple):
 class SpikeHistory:
     """The losses of a run, its spikes, and the data that its roll backs leave out."""
 
-    # The window leaves out the round just before, whose loss may not be known when the round is
-    # dispatched: every process and every repetition of the run must come to the same result.
+    # The window leaves out the round just before, whose loss may be unknown when the round is
+    # dispatched: every process and every repetition must come to the same result.
 
     def __init__(self, lines: Iterable[Mapping[str, Any]], training: TrainingConfig) -> None:
         self.on_spike: OnSpike = training.on_spike
         self._window = training.spike_window
         self._deviations = training.spike_deviations
         self._limit = training.spike_limit
-        # Keep window + 1 losses, because the window excludes the previous round.
         self._losses: deque[tuple[int, float]] = deque(maxlen=self._window + 1)
         self._skipped_in_a_row = 0
         self._roll_backs: list[tuple[int, int]] = []  # (checkpoint's round, cohorts to leave out)

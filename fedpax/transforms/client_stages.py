@@ -71,8 +71,7 @@ class ClientStage(NamedTuple):
     slices: tuple[str | None, ...]
     stored: tuple[Var, ...]  # the values that the loop stores
     shown: tuple[Var, ...]  # the stored values that the server reads
-    # name of a kept value -> the stored value, or the name under which it came from an earlier
-    # stage
+    # name of a kept value -> the stored value, or its name at an earlier stage
     kept: Mapping[str, Var | str]
     monoids: tuple[Monoid, ...]  # the monoid of each term
     sent: tuple[int, ...]  # the terms that are sent

@@ -24,8 +24,8 @@ from fedpax.transforms.marks import SENT
 class CodedStage:
     """A stage whose terms are decoded by the server.
 
-    A compressed mean encodes an update and decodes it at once. Here the participant (`head`) ends
-    with the encoded words and what else the terms need, `values`; the server goes on (`tail`).
+    The participant (`head`) ends with the encoded words of a compressed mean and what else the
+    terms need, `values`; the server decodes them (`tail`).
     """
 
     def __init__(

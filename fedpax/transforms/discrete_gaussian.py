@@ -1,6 +1,6 @@
 """Gaussian noise, discrete or not, from the operating system's randomness.
 
-Copy this module to a device without fedpax: it imports NumPy alone.
+It imports NumPy alone, to be copied to a device without fedpax.
 
 Reference:
     Canonne, Kamath and Steinke, The Discrete Gaussian for Differential Privacy, arXiv:2004.00010,

@@ -127,8 +127,7 @@ def divide_arguments(
     is_given: bool,
 ) -> tuple[Division, StreamingPlan]:
     """Divide a program as `divide` does; return the plan too."""
-    # `is_given`: the user named the own values. Otherwise those that only the server reads become
-    # the server's.
+    # Unless the user named the own values (`is_given`), those that only the server reads are its.
     while True:
         division = divide(closed, placement, signature, owned, list(noise))
         plan = make_plan(division.core.jaxpr, placement)
@@ -202,13 +201,12 @@ def check_means(plan: StreamingPlan) -> None:
 
 # ---- rows of participants that do not answer, in the server's part of a divided program
 #
-# The server has zeros in the row of an absent participant. Two rewrites let code on rows give
-# what it gives for the participants that answer:
+# The server has zeros in the row of an absent participant. Two rewrites leave such rows out:
 #
 # - The participants send the terms of every federated reduction, and a reduction by `jax.numpy` of
 #   rows that the server has leaves out absent ones.
 # - Code such as `jnp.where(weight != 0, update, jnp.inf)` is work of the participants, who show its
-#   result. In the row of an absent participant the server has the result for zeros.
+#   result; an absent row has the result for zeros.
 
 
 def leave_out_absent(closed: ClosedJaxpr, plan: StreamingPlan) -> tuple[ClosedJaxpr, StreamingPlan]:

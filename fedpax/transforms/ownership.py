@@ -42,8 +42,7 @@ class Signature(NamedTuple):
     """The flat arguments and results of a program."""
 
     names: tuple[str, ...]  # name of each argument, such as `cohort.batches['x']`
-    # for each result the position of the argument that it replaces if participants own that
-    # argument; None if it replaces none
+    # for each result the position of the own argument that it replaces, or None
     replaced: tuple[int | None, ...]
 
 
@@ -52,8 +51,7 @@ class Owned(NamedTuple):
 
     name: str
     argument: int  # the position among the leaves of the arguments that it is read from
-    # the position among the leaves of the results that takes its place after a round; None: it
-    # stays
+    # the position of the result that takes its place after a round; None: it stays
     result: int | None
     in_store: bool  # whether it is a row of a client store
 
@@ -61,8 +59,8 @@ class Owned(NamedTuple):
 class Division(NamedTuple):
     """A program whose values are divided between the server and the participants."""
 
-    # the rewritten program: `(*server's arguments, *own values) -> (*server's results, *kept
-    # values)`. Own and kept values are placed.
+    # `(*server's arguments, *own values) -> (*server's results, *kept values)`; own and kept
+    # values are placed
     core: ClosedJaxpr
     # positions of the server's arguments among the program's arguments, and the server's noise
     server_arguments: tuple[int, ...]
@@ -283,8 +281,8 @@ def _rewrite(
                 if is_read_otherwise(eqn.outvars[0], federated_map_p):
                     outputs, by_map = list(map(by_participants, outputs)), True
             elif by_map:
-                # An own value that a map returns as it is would be the argument, which the server
-                # must not read.
+                # Returned as it is, an own value would be the argument, which the server must not
+                # read.
                 names = result_names(eqn.params["jaxpr"])
                 for i, argument in _forwarded(eqn):
                     shown = is_read_otherwise(eqn.outvars[i], federated_map_p, *REDUCTIONS)

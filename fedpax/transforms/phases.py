@@ -1,7 +1,6 @@
 """The division of a jaxpr into phases, which makes the plan of the streaming pass.
 
-A phase is work of the server and one loop over the participants. What depends on the result of a
-reduction runs in a later phase than its operands.
+A reduction's result is read in a later phase than its operands: a phase has one loop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -95,8 +94,8 @@ class _PlanBuilder:
         for eqn in jaxpr.eqns:
             if is_map(eqn, placement):
                 self._alias_forwarded_arguments(eqn)
-        # A later phase reads these from memory, because a recomputed value can round differently,
-        # and is then not equal to the extremum.
+        # Later phases read these from memory: a recomputed value can round differently, and is then
+        # not equal to the extremum.
         extrema = (eqn for eqn in jaxpr.eqns if eqn.primitive in EXTREMA)
         self._extremum_operands = {v for eqn in extrema for v in self.plan.operands(eqn)}
 
@@ -247,8 +246,7 @@ class _PlanBuilder:
         """Assign an equation to a loop that accumulates it, or to the server."""
         plan, operands = self.plan, self.plan.operands(eqn)
         phase = self._server_phase(eqn)
-        # The loop of the preceding phase can accumulate it if it has all operands. Weights can be
-        # the result of a later phase.
+        # The loop of the preceding phase can accumulate it if it has all operands, weights too.
         available = phase - 1 == max(map(plan.phase_of, operands), default=0)
         has_loop = any(map(plan.is_rematerializable, operands)) or phase - 1 in plan.loops
         if id(eqn) in plan.candidates and available and has_loop:

@@ -1,7 +1,7 @@
 """The placed values of a jaxpr, and the equations that read across participants.
 
-An equation is *local* if it needs nothing of other participants, *reduces* over their axis,
-*exchanges* entries in an order that is known before the program runs, or *reads* all entries.
+An equation is *local* to a participant, *reduces* over their axis, *exchanges* entries in an order
+that is known before the program runs, or *reads* all entries.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PlacedValues:
     Attributes:
         axes: placed value -> its axis that lists the participants.
         fixed: the values that depend on no argument.
-        known: those among them that depend on no array constant either, such as an `iota`.
+        known: those that depend on no array constant either, such as an `iota`.
         collected: server values that are computed from the entries of all participants.
         uses: id of an equation -> its use of the axis.
     """

@@ -78,8 +78,8 @@ class Program(Protocol[Arguments, Result]):
         """Return the same program with other settings.
 
         Args:
-            **options: keywords of `fedpax.program`; the other settings keep their values. A keyword
-                that names a placement sets its size. Any other name adds a placement.
+            **options: keywords of `fedpax.program`. The name of a placement sets its size; any
+                other name adds a placement.
 
         Example:
             >>> import jax.numpy as jnp

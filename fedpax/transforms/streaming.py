@@ -1,7 +1,7 @@
 """The streaming pass: participants run in a loop that accumulates the reductions.
 
-`mean(map(f, broadcast(p), data))` as written holds `p` and a result of `f` for every participant.
-The pass makes one loop per phase over chunks, and one all-reduce per kind of reduction.
+A result of a map for every participant, and a broadcast value, need not exist at once: the pass
+makes one loop per phase over chunks, and one all-reduce per kind of reduction.
 """
 
 import functools

@@ -19,26 +19,24 @@ class StreamingPlan:
     jaxpr: Jaxpr
     placement: Placement
     aliases: Mapping[Var, Atom]  # results of a map that are equal to one of its arguments
-    # value -> its equation, on the slices of one participant. It holds all values that a loop can
-    # compute.
+    # value -> its equation on the slices of one participant, for all that a loop can compute
     producer: Mapping[Var, Unstacked]
     axis: Mapping[Var, int]  # value in `producer` -> its axis that lists the participants
     mapped: AbstractSet[Var]  # the values in `producer` that need a map
-    # value -> length of the chain of maps that a later phase runs to rematerialize it. Mapped
-    # values that are not listed are stored.
+    # value -> length of the chain of maps that a later phase runs to rematerialize it; other mapped
+    # values are stored
     remat_depth: Mapping[Var, int]
     phase: Mapping[Var, int]  # value -> its phase, if it is not phase 0
     # id of an equation -> the reduction that a loop can accumulate for it
     candidates: Mapping[int, LoopReduction]
-    # phase -> the maps of its loop. A phase that is not listed has no loop.
+    # phase -> the maps of its loop; without an entry there is no loop
     loops: Mapping[int, Sequence[JaxprEqn]]
     # phase -> the reductions that its loop accumulates
     reductions: Mapping[int, Sequence[LoopReduction]]
-    # phase -> the values that its loop stores for all participants, and the reasons. They are
-    # stored with the participants' axis first.
+    # phase -> the values that its loop stores for all participants, their axis first, and the
+    # reasons
     stored: Mapping[int, Mapping[Var, str]]
-    # the mapped values that the server computes for all participants, because their phase has no
-    # loop
+    # the mapped values that the server computes, because their phase has no loop
     on_server: AbstractSet[Var]
     # phase -> the equations that the server runs before the loop
     server: Mapping[int, Sequence[JaxprEqn]]
@@ -78,8 +76,7 @@ class StreamingPlan:
 
     def walk(self, phase: int) -> Iterator[tuple[Var, int | None, Unstacked | None]]:
         """Yield the values that the loop of a phase computes or reads."""
-        # Each with its participants' axis (None: the whole value is read), and the equation that
-        # computes it (None: the loop reads it).
+        # Each with its participants' axis (None: read as a whole), and its equation (None: read).
         seen = set[tuple[Var, int | None]]()
         expanded = set[int]()
         waiting = list(self._roots(phase))

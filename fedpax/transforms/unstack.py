@@ -114,10 +114,9 @@ def _names(sharding: Any, mesh_axis: str | None) -> bool:
 
 # ---- the reductions over participants that a loop can accumulate
 #
-# These are the federated reductions, and the equations of `jax.numpy` code that combine the slices
-# of participants: sums, maxima and minima over the participants' axis, and matmuls and convolutions
-# that contract it. A weighted average written as `jnp.einsum("n,nij->ij", weights, delta)` is of
-# this kind, and so is the derivative of `delta @ w` with respect to a server value `w`.
+# The federated reductions, and sums, maxima, minima, matmuls and convolutions of `jax.numpy` over
+# the participants' axis: a weighted average `jnp.einsum("n,nij->ij", weights, delta)`, and the
+# derivative of `delta @ w` with respect to a server value `w`.
 
 FEDERATED = {
     "reduce_sum": federated_sum_p,
@@ -135,11 +134,10 @@ class LoopReduction(NamedTuple):
     eqn: JaxprEqn  # the equation
     axes: tuple[int, ...]  # the participants' axis of each operand
     monoids: list[Monoid]  # how each total is combined
-    # `(*operands) -> one term for each total`. The operands are slices, or have a participants'
-    # axis of size 1.
+    # `(*operands) -> one term for each total`, of slices, or with a participants' axis of size 1
     terms: Callable[..., list[jax.Array]]
     finish: Callable[[list[jax.Array]], list[jax.Array]]  # `(totals) -> results`
-    # whether the operands of `terms` are slices, without the participants' axis
+    # whether the operands of `terms` are slices
     takes_slices: bool = False
 
 

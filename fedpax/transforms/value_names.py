@@ -27,11 +27,10 @@ SAME = "fedpax_same"
 class Names:
     """Names of the values of a jaxpr.
 
-    - An argument, or a part of it, has the argument's path.
-    - A result of a mapped function has its path there; array code on it does not change the name.
+    - An argument, a part of it, or a mapped function's result has its path.
     - The result of a reduction is "mean of" its operand.
-    - Any other server value is "computed from" the value of the same type that it depends on; if
-      there is none, from the first one.
+    - Any other server value is "computed from" the value of the same type that it depends on, or
+      else from the first one.
     """
 
     def __init__(self, jaxpr: Jaxpr, arguments: Mapping[Var, Sequence[tuple[str, str]]]) -> None:

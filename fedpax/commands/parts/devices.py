@@ -136,8 +136,6 @@ def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list
         >>> from fedpax.experiments.diloco_text import diloco_text
         >>> fit_mesh(diloco_text(), 3, 4)
         ['--islands=3']
-        >>> print(fit_mesh(diloco_text(), 2, 3))
-        None
     """
     sizes = _sizes(experiment)
     outer = _outer_axis(sizes)

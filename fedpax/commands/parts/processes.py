@@ -34,8 +34,8 @@ def provide_processes(options: flags.FlagValues, experiment: Experiment) -> None
     if num_processes is not None:
         provide_devices(experiment.mesh, experiment.sharded_sizes(), num_processes)
     if options.multihost and jax.default_backend() == "cpu":
-        # JAX writes programs in process 0 alone, and each process of CPUs has programs of its own:
-        # process 0 would wait for the others' compilation longer than gloo does, 30 seconds.
+        # JAX writes programs in process 0 alone, which would wait for the others' compilation of
+        # their own programs longer than gloo does, 30 seconds.
         jax.config.update("jax_enable_compilation_cache", False)
 
 
@@ -113,8 +113,8 @@ def _exit_after(timeout: float) -> Iterator[None]:
 @contextlib.contextmanager
 def leave_on_failure() -> Iterator[None]:
     """End this process soon after an error, even if the other processes continue."""
-    # At exit JAX waits for the other processes, for five minutes. They in turn wait for this one in
-    # the next collective. Without it they notice its end and stop.
+    # At exit JAX would wait five minutes for the other processes, which wait for this one in the
+    # next collective. Without that they notice its end and stop.
     try:
         yield
     except BaseException:

@@ -41,22 +41,16 @@ def causal_attention(
 
     The implementations:
 
-    - "einsum": two einsums with the scores between them. Longer sequences that 512 divides run by
-      blocks of 512 queries, so scores of [seq_len, seq_len] never exist.
+    - "einsum": two einsums. Longer sequences that 512 divides run by blocks of 512 queries, so
+      scores of [seq_len, seq_len] never exist.
     - "xla": `jax.nn.dot_product_attention`, with all scores at once.
     - "cudnn": the flash attention of the same function, for NVIDIA GPUs, float16 or bfloat16.
     - "splash": JAX's flash attention kernel for TPUs, which skips blocks that are fully masked. On
       a mesh each device runs it on its own rows and heads.
-    - "auto", the first that applies:
-
-      1. `fedpax.ops.ring_attention` where the mesh shards sequences by an automatic
-         axis `sequence`;
-      2. "splash" on TPU, for sizes that `splash_supports`;
-      3. "cudnn" on GPU, for dtypes of two bytes and a head_dim of 8, 16, ... 128;
-      4. "einsum".
-
-      The platform is the mesh's in context, also if the program is only compiled for it;
-      without a mesh it is JAX's default.
+    - "auto", the first that applies: `fedpax.ops.ring_attention` where the mesh shards sequences by
+      an automatic axis `sequence`; "splash" on TPU, for sizes that `splash_supports`; "cudnn" on
+      GPU, for dtypes of two bytes and a head_dim of 8, 16, ... 128; "einsum". The platform is the
+      mesh's in context, also if the program is only compiled for it, or else JAX's default.
 
     Args:
         query: `[batch, seq_len, num_heads, head_dim]`.

@@ -115,8 +115,7 @@ def from_entries(entries: Entries, source: str) -> TransformerConfig:
 
 def to_entries(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     """Convert a configuration to the entries of config.json."""
-    # The model type is the family that has the configuration's features: mixtral with experts,
-    # qwen3 with QK-Norm, mistral with a sliding window, else llama.
+    # mixtral has experts, qwen3 QK-Norm, mistral a sliding window; else llama.
     for name, value in SUPPORTED_FIELDS.items():
         if getattr(config, name) != value:
             raise ArgumentError(

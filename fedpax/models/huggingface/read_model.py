@@ -89,10 +89,9 @@ def load_config(folder: str | Path) -> TransformerConfig:
         folder: the folder, with config.json.
 
     Returns:
-        The configuration. `dtype`, which the layers compute in, is the dtype that config.json
-        names, and float32 in place of float16. `head_dim` is None where it is
-        embed_dim / num_heads. Options of execution, such as `remat`, have their defaults; change
-        them with `dataclasses.replace`.
+        The configuration. `dtype` is the one that config.json names, and float32 in place of
+        float16. `head_dim` is None where it is embed_dim / num_heads. Options of execution, such as
+        `remat`, have their defaults; change them with `dataclasses.replace`.
 
     Raises:
         FileNotFoundError: the folder or config.json does not exist.
@@ -115,17 +114,16 @@ def load_params(
 ) -> Params:
     """Read the parameters of a Hugging Face folder.
 
-    Each shard is read from the files by itself and sent to its devices before the next one is
-    read. So the host needs memory for one shard of one parameter at a time, with all its layers.
+    Shards are read from the files and sent to their devices one after another: the host needs
+    memory for one shard of one parameter, with all its layers.
 
     Args:
-        folder: the folder, with model.safetensors, or model.safetensors.index.json and the files
-            that it lists.
+        folder: as in `load`.
         config: the result of `load_config`, or the same with other options of execution.
-        mesh: shard the parameters over this mesh by `fedpax.parallel.axes.RULES`.
+        mesh: as in `load`.
         shardings: the sharding of each parameter, in place of `mesh`. Default None for both:
             arrays on the default device.
-        dtype: cast the parameters to this dtype. Default None: keep the dtype of the files.
+        dtype: as in `load`.
 
     Returns:
         The parameters for `transformer(config)`.
@@ -271,8 +269,8 @@ def _read(
     if sharding is None:
         whole = tuple((0, size) for size in parameter.shape)
         return jax.device_put(_read_shard(parameter, tensors, whole, dtype))
-    # Not jax.make_array_from_callback, which keeps the shards of all devices in the host's memory
-    # and calls back once for each copy of a shard.
+    # jax.make_array_from_callback keeps the shards of all devices in the host's memory, and calls
+    # back once for each copy.
     devices: dict[Bounds, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(parameter.shape).items():
         bounds = bounds_of(index, parameter.shape)

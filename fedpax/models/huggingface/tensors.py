@@ -28,13 +28,11 @@ Bounds: TypeAlias = tuple[tuple[int, int], ...]
 class TensorLayout(NamedTuple):
     """The place of one layer (of one expert) of a parameter in a tensor."""
 
-    # A linear layer's tensor in PyTorch is `[outputs, inputs]`, and its heads are merged with their
-    # features.
+    # PyTorch's linear layers are `[outputs, inputs]`, with heads merged with their features.
 
     name: str  # name of the tensor, with {layer} and {expert}
     axes: Index  # the parameter's axes in the order of the tensor
-    # Number of these axes that the tensor merges to its first axis; it merges the rest to its
-    # second.
+    # Number of these axes that the tensor merges to its first axis; the rest is its second.
     num_row_axes: int = 1
 
 

@@ -54,9 +54,8 @@ def save(
         folder: the folder. It is created if it does not exist, and must not hold a model already.
         config: the transformer's configuration.
         params: its parameters, sharded or not. They keep their dtypes.
-        max_shard_bytes: start another file before the tensors of a file exceed this size in bytes.
-            A tensor that is larger has its own file. One file is model.safetensors; several
-            are listed in model.safetensors.index.json.
+        max_shard_bytes: most bytes of a file, unless one tensor is larger. One file is
+            model.safetensors; several are listed in model.safetensors.index.json.
         original_folder: the Hugging Face folder that the model was loaded from. Its config.json is
             written, with the entries that the transformer does not use, such as eos_token_id.
             Default None: write the entries that describe the model.

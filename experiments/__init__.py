@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fedpax.experiments.catalog import find_group as find_group
     from fedpax.experiments.client_experiment import ClientExperiment as ClientExperiment
     from fedpax.experiments.diloco_text import DiLoCoText as DiLoCoText
+    from fedpax.experiments.fedavg_image_files import FedAvgImageFiles as FedAvgImageFiles
     from fedpax.experiments.fedavg_images import FedAvgImages as FedAvgImages
     from fedpax.experiments.fedavg_table import FedAvgTable as FedAvgTable
     from fedpax.settings.client_aggregators import AggregatorConfig as AggregatorConfig
@@ -42,6 +43,7 @@ _NAMES = {
         "SyntheticPopulation"
     ),
     "fedpax.experiments.diloco_text": "DiLoCoText",
+    "fedpax.experiments.fedavg_image_files": "FedAvgImageFiles",
     "fedpax.experiments.fedavg_images": "FedAvgImages",
     "fedpax.experiments.fedavg_table": "FedAvgTable",
 }

@@ -1,4 +1,7 @@
-"""Federated data sets: EMNIST, Shakespeare, Stack Overflow, CIFAR-100, with the papers' clients."""
+"""Federated data sets: EMNIST, Shakespeare, Stack Overflow, CIFAR-100, with the papers' clients.
+
+Without a network, put TensorFlow Federated's archive into `<data_dir>/downloads/manual`.
+"""
 
 import abc
 import itertools

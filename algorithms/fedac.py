@@ -174,7 +174,7 @@ def fedac_i(learning_rate: float, *, strong_convexity: float, local_steps: int) 
 
 
 def fedac_ii(learning_rate: float, *, strong_convexity: float, local_steps: int) -> FedAcRates:
-    """Set the rates of FedAc-II, whose iterates are more stable than in FedAc-I.
+    """Set the rates of FedAc-II, more stable than FedAc-I.
 
         gamma = max(sqrt(eta / (mu K)), eta);   alpha = 3 / (2 gamma mu) - 1 / 2;
         beta = (2 alpha^2 - 1) / (alpha - 1)

@@ -226,7 +226,6 @@ def rematerialized_map(
     # `chunk_size` promises memory that does not grow with the number of clients, but a derivative
     # of `federated_map` stores the residuals of every client if a reduction separates the forward
     # pass from the backward pass. Under `jax.checkpoint` the clients run again instead.
-    #
-    # `federated_map` does not do this by itself, because a gradient that needs no result of a
-    # reduction stores nothing and would pay for a second forward pass.
+    # `federated_map` does not do this itself: a gradient that needs no reduction would pay for a
+    # second forward pass.
     return federated_map(fn if chunk_size is None else jax.checkpoint(fn), *args)

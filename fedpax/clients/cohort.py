@@ -89,7 +89,7 @@ class Cohort(_Fields):
         schedule: Any = None,
     ) -> Self:
         """Make a cohort, and check that JAX can hold the values of its NumPy arrays."""
-        # Here, because jax.jit would wrap large integers before the algorithm sees the cohort.
+        # Here, because jax.jit would wrap large integers.
         fields = batches, num_examples, num_steps, client_ids, schedule
         if any_needs_cast(fields):
             batches = checked_tree(batches, "cohort.batches", _REMEDY)

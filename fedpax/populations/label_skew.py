@@ -175,7 +175,7 @@ def partition_pachinko(
             f"Label {label} has the coarse labels {both[0]} and {both[1]}, expected one: use "
             "different labels under different coarse labels."
         )
-    # Renumber the labels so that the labels of a coarse label are contiguous.
+    # Make the labels of a coarse label contiguous.
     _, fine = index_labels(coarse * len(parent) + fine)
     starts = np.flatnonzero(np.diff(np.sort(parent), prepend=-1))  # [coarse labels]
     random = frozen_random(seed)

@@ -148,9 +148,13 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
         round: `(state, cohort) -> (state, metrics)`. `cohort` is a `fedpax.Cohort`; every leaf of
             `cohort.batches` is `[participants, steps, batch, ...]`. `metrics` is a dict of scalars
             that holds at least `"loss"`, the mean training loss over the round. A metric can also
-            be a vector `[participants]`, of which the training loop logs quantiles. The loop raises
-            for a metric with the name of one of its own keys (`RESERVED_METRICS`). A step whose
-            batch is padding alone changes neither state nor metrics.
+            be a vector `[participants]`, of which the training loop logs quantiles. The training
+            loop adds keys of its own, and raises if a metric has one of these names
+            (`RESERVED_METRICS`): `kind`, `round`, `items`, `bytes_across_placement`, `seconds`,
+            `input_wait_fraction`, `items_per_second`, `mfu`, `update_norm`, `spikes`,
+            `skipped_rounds`, `non_finite_rounds`, `wall_seconds` and its parts `input_seconds`,
+            `compile_seconds`, `step_seconds`, `evaluate_seconds`, `save_seconds`, `lost_seconds`. A
+            step whose batch is padding alone changes neither state nor metrics.
         parts: the method in parts, for islands with their own runtimes (`fedpax join`). Default
             None: it runs as one program only.
         sent_exactly: what participants send beside their updates that changes the state, in words,

@@ -205,8 +205,7 @@ def write_orbax(folder: Path, params: Params) -> None:
         ) as checkpointer:
             checkpointer.save(literal_path(folder / "params"), params)
         return
-    # Orbax numbers the saves of a process: after a save by one process alone, its next save would
-    # wait for others that have another number.
+    # Orbax numbers saves: after one by this process alone, the next would wait for other numbers.
     arguments = pickle.dumps((folder, jax.tree.map(np.asarray, params)))
     code = (
         "import pickle, sys; from fedpax.checkpoints.exports import write_orbax; "

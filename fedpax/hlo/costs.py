@@ -24,9 +24,8 @@ from fedpax.hlo.parsing import (
     shape_bytes,
 )
 
-# Kernels of splash attention (forward, gradients of keys and values, gradients of queries): the
-# suffix of the block sizes in the kernel's metadata -> the number of matmuls of all queries with
-# all keys.
+# Kernels of splash attention: the suffix of the block sizes in the kernel's metadata -> the number
+# of matmuls of all queries with all keys.
 _SPLASH = {"": 2, "_dkv": 4, "_dq": 3}
 
 
@@ -97,8 +96,8 @@ def _dot(computation: Computation, instruction: Instruction, contracting: str) -
 
 def _convolution(computation: Computation, instruction: Instruction) -> float:
     """Return the FLOPs of a convolution, without those on padding and on holes of the input."""
-    # A TPU writes matmuls as convolutions, and batched matmuls as convolutions over an input that
-    # is mostly holes (dilation).
+    # A TPU writes matmuls as convolutions, batched ones over an input that is mostly holes
+    # (dilation).
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels is not None, f"{instruction.name} has no dim_labels"
     left, right = (computation.instructions[name].shape for name in instruction.operands[:2])

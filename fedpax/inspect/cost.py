@@ -138,9 +138,9 @@ def cost(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
     It does not run.
 
     Args:
-        program: a function decorated with `fedpax.program`, or a function that calls decorated
-            functions, such as the `round` of an algorithm or its gradient. If it is under
-            `jax.jit`, its `donate_argnums` lower the peak memory.
+        program: a function decorated with `fedpax.program`, or one that calls such functions, such
+            as the `round` of an algorithm or its gradient. `donate_argnums` of its `jax.jit` lower
+            the peak memory.
         *args: the arguments of `program`: arrays, or `jax.ShapeDtypeStruct`s.
         **kwargs: the keyword arguments of `program`; likewise.
 

@@ -26,8 +26,7 @@ def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     A value that is not listed exists for one chunk of participants at a time.
 
     Args:
-        program: a function decorated with `fedpax.program`, or a function that calls decorated
-            functions, for example a gradient.
+        program: a function decorated with `fedpax.program`, or one that calls such functions.
         *args: the arguments of `program`: arrays, or `jax.ShapeDtypeStruct`s.
         **kwargs: the keyword arguments of `program`; likewise.
 

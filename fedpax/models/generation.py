@@ -44,12 +44,11 @@ def generate(
         config: the transformer's configuration.
         prompt: integers `[batch, seq_len]`, at least one token per row.
         num_tokens: number of tokens to generate for each row.
-        prompt_lengths: integers `[batch]`, the number of prompt tokens in each row; tokens behind
-            them are ignored. Default None: the whole row is the prompt.
+        prompt_lengths: integers `[batch]`, the prompt's tokens in each row. Default None: all.
         key: a random key. Needed unless `temperature` is 0.
         temperature: divides the logits. 0 takes the most likely token (greedy decoding).
-        top_p: sample only from the most likely tokens whose probabilities add up to `top_p`
-            (nucleus sampling). 1 samples from all tokens.
+        top_p: sample from the most likely tokens whose probabilities add up to it (nucleus
+            sampling); 1: from all.
 
     Returns:
         int32 `[batch, num_tokens]`, the continuation of each prompt.
@@ -66,8 +65,7 @@ def generate(
         (1, 3)
 
     Reference:
-        Holtzman et al., "The Curious Case of Neural Text Degeneration" (arXiv:1904.09751),
-        section 3.1, for nucleus sampling.
+        Holtzman et al. (arXiv:1904.09751), section 3.1, for nucleus sampling.
     """
     prompt = jnp.asarray(prompt)
     if prompt.ndim != 2 or not prompt.size or not jnp.issubdtype(prompt.dtype, jnp.integer):

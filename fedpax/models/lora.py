@@ -1,6 +1,6 @@
 """Low-rank adaptation (LoRA) of a transformer: small trained matrices beside frozen weights.
 
-The parameters of the model stay as they are and every adapted weight W gets an adapter, so that
+The model's parameters stay, and every adapted weight W gets an adapter, so that
 
     x W   becomes   x W + (alpha / rank) (x A) B.
 
@@ -17,7 +17,7 @@ Under `jax.jit`, pass `params` as an argument: arrays that a jitted function clo
 constants of the program.
 
 Reference:
-    Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), section 4.1.
+    Hu et al., "LoRA" (arXiv:2106.09685), section 4.1.
 """
 
 from __future__ import annotations

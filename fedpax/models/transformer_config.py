@@ -166,11 +166,10 @@ class TransformerConfig:
     def flops_per_token(self, seq_len: int, causal: bool = False) -> float:
         """Count the floating-point operations of one token in a training step.
 
-        6 N + 12 num_layers num_heads head_dim seq_len, where N are the active parameters that take
-        part in a matmul. A tied embedding table counts, because it computes the logits; an untied
-        input embedding is only looked up and does not. A multiplication and an addition count as
-        two operations, the backward pass as twice the forward pass. Rematerialization does not
-        count.
+        6 N + 12 num_layers num_heads head_dim seq_len, where N are the active parameters in
+        matmuls, a tied embedding table included, because it computes the logits. A multiplication
+        and an addition count as two operations, the backward pass as twice the forward pass,
+        rematerialization as none.
 
         Args:
             seq_len: tokens in a sequence.
@@ -242,12 +241,12 @@ def flops_per_token(
 ) -> float:
     """Count the floating-point operations of a transformer for one training token.
 
-    6 N + 12 L H d T: two operations per parameter and token in the forward pass, four in the
-    backward pass, and the same for the scores of attention and their matmul with the values.
+    6 N + 12 L H d T: two operations per parameter and token in the forward pass and four in the
+    backward pass, and likewise for attention's two matmuls.
 
     Args:
-        num_params: N, the parameters that take part in a matmul: without an embedding table that
-            is only looked up; for a mixture of experts, the parameters that one token uses.
+        num_params: N, the parameters in matmuls: without an embedding table that is only looked up;
+            of a mixture of experts, those that one token uses.
         num_layers: L.
         num_heads: H, query heads.
         head_dim: d, features per head.

@@ -244,8 +244,7 @@ def _pipeline_on_device(
         return (jax.lax.ppermute(y, axis, forward), buffer), auxiliary
 
     ticks = jnp.arange(schedule.num_ticks)
-    # While the pipeline fills, stages compute on an example of the batch and not on zeros, whose
-    # derivatives can be NaN.
+    # While the pipeline fills, stages compute on an example: derivatives at zeros can be NaN.
     (arriving, buffer), per_tick = jax.lax.scan(run_tick, (buffer[0], buffer), ticks)
     last = schedule.num_repeats * schedule.num_microbatches + schedule.num_stages - 1
     _, buffer = exchange(arriving, buffer, last)

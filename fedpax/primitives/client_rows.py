@@ -232,9 +232,9 @@ def read_rows_at(buffer: jax.Array, index: jax.Array) -> jax.Array:
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: Any, fusible: bool) -> jax.Array:
     """Write rows into a buffer; `fusible`: XLA may fuse the write with what computes the rows."""
-    # If that code reads `buffer`, and the result is reshaped outside a loop, XLA for CPU
-    # overwrites rows that it has yet to read. Nothing is fused into a loop of two iterations, the
-    # shortest that XLA does not inline.
+    # If that code reads `buffer`, and the result is reshaped outside a loop, XLA for CPU overwrites
+    # rows that it has yet to read. Nothing is fused into a loop of two iterations, which XLA does
+    # not inline.
     if not has_typed_mesh(rows):
         rows = jax.sharding.reshard(rows, jax.typeof(buffer).sharding.spec)
 

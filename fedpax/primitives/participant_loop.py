@@ -192,8 +192,8 @@ def _outputs_by_slice(
 
 def _reshard_to_type(x: jax.Array) -> jax.Array:
     """Constrain an array to the explicit axes in its type."""
-    # JAX 0.10.2 lowers the result of a `shard_map` with a sharding over the manual axis alone. A
-    # program that returns it on a mesh of mixed axes would replicate it over the explicit axes.
+    # JAX 0.10.2 lowers the result of a `shard_map` with a sharding over the manual axis alone: on a
+    # mesh of mixed axes it would be replicated over the explicit ones.
     spec = jax.typeof(x).sharding.spec
     return jax.sharding.reshard(x, spec) if any(entry is not None for entry in spec) else x
 

@@ -46,9 +46,8 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
     The buckets add up to the wall time of all processes that trained the run, without the time
     between two processes. Goodput is the fraction of `step`.
 
-    `goodput.json` in the run's folder has the seconds up to now and at each of the newest
-    checkpoints. It is written every ten seconds, so a kill leaves at most ten seconds unknown. The
-    next process moves the time since its checkpoint to `lost`.
+    `goodput.json` has the seconds up to now and at each of the newest checkpoints. It is written
+    every ten seconds. The next process moves the time since its checkpoint to `lost`.
 
     Args:
         folder: the run's folder.

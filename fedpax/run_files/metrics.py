@@ -116,7 +116,12 @@ def describe_damage(
 
 
 def select(lines: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
-    """Return the lines of one kind."""
+    """Return the lines of one kind.
+
+    Example:
+        >>> select([{"kind": "run"}, {"kind": "training", "round": 1}], "training")
+        [{'kind': 'training', 'round': 1}]
+    """
     return [line for line in lines if line["kind"] == kind]
 
 

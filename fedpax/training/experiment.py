@@ -73,8 +73,7 @@ class Shardings(NamedTuple):
     Attributes:
         params: one `NamedSharding` for every parameter, or a tree of them that is a prefix of the
             parameters' structure.
-        cohort: one `NamedSharding` for every leaf of a cohort, such as `P("clients")`, or a tree
-            of them that is a prefix of the cohort's structure.
+        cohort: the same for the leaves of a cohort, such as `P("clients")`.
         state: the shardings of the algorithm's state. Default None: derive them from the
             parameters' shardings. A function `derived -> shardings` overrides some: it returns the
             derived tree, or a prefix of it, such as
@@ -105,8 +104,8 @@ class Run(NamedTuple):
             the whole model, and the mesh axis with the placement's name, if any, shards the
             participants of a cohort.
         item_unit: the unit of `items_per_round`.
-        cohort_shapes: a cohort's shapes and dtypes, a tree of `jax.ShapeDtypeStruct`. With them the
-            round compiles without data (`fedpax plan`). Default None: unknown without data.
+        cohort_shapes: a cohort's shapes and dtypes, a tree of `jax.ShapeDtypeStruct`, to compile
+            the round without data (`fedpax plan`). Default None: unknown without data.
         flops_per_item: floating-point operations of the model per item, forward and backward,
             without recomputation. With them and the chips' peak, the run reports its model FLOPs
             utilization (MFU). Default None: unknown.

@@ -128,12 +128,11 @@ def program(
         RuntimeError: at the call: an argument was donated to an earlier call.
         TypeError: a size is not an int, a keyword looks like a misspelt option, or the parentheses
             are missing. At the call: an argument is neither static nor an array or a number.
-        ValueError: there is no placement, or a size or `chunk_size` is below 1, or the function has
-            no argument that is declared static. At the call: an enclosing program declares the same
+        ValueError: there is no placement, a size or `chunk_size` is below 1, or a static argument
+            is not one of the function's. At the call: an enclosing program declares the same
             placement, the mesh axis does not divide a placement, a static argument is not hashable,
-            or JAX cannot hold a value, such as 3e9 in an int64 array without `jax_enable_x64`.
-            (`jax.jit` converts its arguments before the program sees them, and wraps such a value
-            silently.)
+            or JAX cannot hold a value, such as 3e9 in an int64 array without `jax_enable_x64`
+            (which `jax.jit` around the program wraps silently).
 
     Example:
         >>> import jax

@@ -85,8 +85,9 @@ def agnostic(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. A round needs
-        `cohort.client_ids`. It reads `cohort.num_examples` only for 0: absent. It computes one
-        forward pass per batch more than `fedavg`, for f_i(x). Metrics are weighted by lambda.
+        `cohort.client_ids`. Of `cohort.num_examples` it reads only whether a client has 0, and so
+        is absent. It computes one forward pass per batch more than `fedavg`, for f_i(x). Metrics
+        are weighted by lambda.
 
     Raises:
         ValueError: a negative `mixture_learning_rate`; `num_clients` below `cohort_size`;

@@ -53,14 +53,14 @@ def decoupled_diloco(
     """Merge one fragment of the model at a time, from the islands that are up.
 
     A syncer holds the outer model x. When it merges fragment p, island i has taken c_i steps, on
-    t_i tokens, since its last merge of p. With w_i = t_i^2 / c_i, and 0 for an island that has sent
-    nothing,
+    t_i tokens, since its last merge of p. With w_i = t_i^2 / c_i, and 0 for an island that is down
+    or has sent nothing,
 
         Delta_i = x_p - y_ip;   Delta = merge(w, Delta);   x_p <- Outer_p(x_p, Delta),
 
     and each island that is up takes the new x_p `delay` steps after it has sent y_ip. `merge` is
-    the `directional_mean`. An island that returns takes the whole outer model, and keeps its inner
-    optimizer's state.
+    the `directional_mean`, for embeddings the plain mean. An island that returns takes the whole
+    outer model, and keeps its inner optimizer's state.
 
     A round merges each fragment once. `cohort.schedule`, which `fedpax.simulation.island_arrivals`
     computes from the islands' speeds and failures, holds which islands take part, their weights and
@@ -69,7 +69,7 @@ def decoupled_diloco(
 
     In the paper, tau is 2 steps, and a transfer may last over several merges. Here it ends before
     the next one begins: `delay` is below S, the largest number of steps between merges. An island
-    sends after S - `delay` steps, or after its last one.
+    sends after S - `delay` steps, or after its last one if it takes fewer.
 
     Compile time grows with P: a round has 2 P loops of inner steps (P without delay).
 

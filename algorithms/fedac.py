@@ -81,8 +81,8 @@ def fedac(
         chunk_size: number of clients that a device runs at once; see `fedpax.program`.
 
     Returns:
-        `init(params)` and `round(state, cohort)`, as in `fedavg`. The reported loss is that at the
-        middle points. A round sends two models in each direction.
+        `init(params)` and `round(state, cohort)`, as in `fedavg`. `state.params` is w_ag. The
+        reported loss is that at the middle points. A round sends two models in each direction.
 
     Raises:
         ValueError: `alpha` or `beta` below 1, or a negative rate; and as in `fedavg`.
@@ -122,8 +122,8 @@ def fedac(
         def local_train(
             batches: chex.ArrayTree, num_steps: NumSteps
         ) -> tuple[chex.ArrayTree, Metrics]:
-            # They depend on the client's batches: otherwise XLA computes them before its loop over
-            # clients, and keeps two more models in memory.
+            # The first u and w_md depend on the client's batches: otherwise XLA computes them
+            # before its loop over clients, and keeps two more models in memory.
             (aggregated, main), batches = jax.lax.optimization_barrier((start, batches))
             u = subtract(main, aggregated)
             middle = weighted_sum(1, aggregated, share, u)

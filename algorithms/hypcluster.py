@@ -57,7 +57,7 @@ def hypcluster(
         x_j <- x_j + sum_{i: j(i) = j} n_i (y_i - x_j) / sum_{i: j(i) = j} n_i
 
     A model that no client chose stays as it is, with its server optimizer's state: this is visible
-    where the aggregator adds noise. Clients keep no state.
+    even if the aggregator adds noise. Clients keep no state.
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`, for one model.

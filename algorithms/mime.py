@@ -65,7 +65,7 @@ def mime(
         client_optimizer: the optimizer (U, V). U(g, s) is the update that optax computes from s and
             g. `optax.sgd(momentum=)` is the paper's SGD with momentum, up to the factor 1 - beta of
             g, and `mime_adam` its Adam. With `optax.adam`, U also moves the second moment by the
-            local g.
+            local g, unlike the paper's.
         server_optimizer: steps along the pseudo-gradient mean_i (x - y_i). Default None:
             `optax.sgd(1.0)`, which sets x to the mean of the y_i, as in the paper.
         aggregator: combines the pseudo-gradients x - y_i. Default None: their weighted mean. c is
@@ -75,7 +75,7 @@ def mime(
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. The paper averages uniformly:
         leave `cohort.num_examples` None, or set it to weigh clients by their examples. In grad
-        f_i(x), a batch counts by the sum of its `"mask"`.
+        f_i(x), a batch counts by the sum of its `"mask"`; without masks, equally.
 
     Raises:
         TypeError, ValueError: as in `fedavg`.

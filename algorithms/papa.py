@@ -120,8 +120,8 @@ def papa_all(
 
         w_i <- mean_j w_j.
 
-    The optimizers' states do not change. The paper averages every few epochs: give a round their
-    steps.
+    The optimizers' states do not change. The paper averages every few epochs: give a round the
+    steps of these epochs.
 
     Args:
         loss_fn: as in `papa`.

@@ -83,8 +83,8 @@ def self_tuning(
     small `eps_root`, as in `optax.adamw(rate, eps_root=1e-12)`: otherwise one gradient entry of 0,
     as below a ReLU, makes all derivatives NaN, because Adam takes the square root of 0.
 
-    Hyperparameters stay positive. Express other settings by positive ones: `optax.sgd(rate,
-    momentum=1 - h["damping"])`.
+    Hyperparameters stay positive, because their logarithm is tuned. Express other settings by
+    positive ones: `optax.sgd(rate, momentum=1 - h["damping"])`.
 
     Args:
         make_algorithm: makes the method from a dict of scalars, which can be traced, such as

@@ -86,11 +86,12 @@ def streaming_diloco(
     local steps, and the islands drift apart.
 
     With an aggregator of two transfers, such as `compressed_mean` among many islands, each has half
-    of the tau steps to arrive.
+    of the tau steps to arrive; with `delay=1` one has none.
 
     Six or more consecutive fragments of equal shapes, as `layer_fragments` deals, share the body of
-    a loop, but not in `fedpax.stages`. Otherwise the compile time grows with P: a block has two
-    loops of inner steps (one without delay, three for two transfers).
+    a loop, but not in `fedpax.stages`, which waits for the islands in each block. Otherwise the
+    compile time grows with P: a block has two loops of inner steps (one without delay, three for
+    two transfers).
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

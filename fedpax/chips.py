@@ -86,7 +86,8 @@ def _chip(**specifications: Any) -> Chip:
 
 # TPUs: a chip's page gives its peaks, its memory, its bandwidth to neighbors in both directions
 # together (a link in one direction has half of it divided by the number of links), and the
-# bandwidth to the data center's network. The usable memory is the limit of libtpu 0.0.42.
+# bandwidth to the data center's network. Figures that a page leaves out have a comment. The usable
+# memory is the limit of libtpu 0.0.42.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (

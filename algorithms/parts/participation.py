@@ -176,7 +176,7 @@ def mean_metrics(metrics: Metrics, weights: Weights, aggregator: Aggregator) -> 
     """Average the participants' metrics by weight. Inside a program."""
     # A NaN makes the plain mean of the updates NaN, and that of the metrics too. Beside a robust
     # aggregator, which keeps the model finite, each metric is the mean of its finite values, and
-    # `"non_finite_participants"` is the number of present participants with another value.
+    # `"non_finite_participants"` is the number of present participants whose value is not finite.
     if not aggregator.tolerates_non_finite:
         return federated_mean(metrics, weights)
     if NON_FINITE_PARTICIPANTS in metrics:

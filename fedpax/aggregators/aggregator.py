@@ -222,7 +222,7 @@ def chain(*stages: AggregatorTransformation | Aggregator) -> Aggregator:
 
     Returns:
         The aggregator. Each stage's state contains the next stage's state. The metrics are those of
-        all stages. If several have a name, the k-th one's ends in `_k`, such as
+        all stages. If several have the same name, the k-th one's ends in `_k`, such as
         `"clipped_fraction_2"`.
 
     Raises:

@@ -103,8 +103,9 @@ def adaptive_clip(
 
         b = (sum_i [||u_i|| <= C] + N(0, count_stddev^2)) / m;   C <- C exp(-eta (b - gamma)).
 
-    If no participant is present, C does not change. `private_mean(quantile=...)` is the private
-    mean with this clipping.
+    Without noise, C changes by a factor of at most exp(eta) per round; without a present
+    participant it does not change. `private_mean(quantile=...)` is the private mean with this
+    clipping.
 
     Args:
         initial_norm: C of the first round, above 0. The paper uses 0.1.
@@ -116,7 +117,8 @@ def adaptive_clip(
 
     Returns:
         A transformation with state `AdaptiveClipState`. It has the metrics of `clip_by_norm`, and
-        `"max_norm"`, the C of this round. A private aggregator behind it states no epsilon.
+        `"max_norm"`, the C of this round. A private aggregator behind it states no epsilon, which
+        would not count what C tells.
 
     Raises:
         TypeError: an argument is not a number.

@@ -87,8 +87,9 @@ def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
 
     After `clip_by_norm(C)` it is the Gaussian mechanism of local differential privacy, with
     sensitivity 2 C. The mean of n participants has noise of standard deviation `stddev / sqrt(n)`.
-    With `stddev = noise_multiplier * C / sqrt(n)` it is the noise of `private_mean`, if single
-    updates stay hidden and no participant drops out.
+    With `stddev = noise_multiplier * C / sqrt(n)` it is the noise of `private_mean`, which protects
+    a participant only if its single update stays hidden. If participants drop out, their share is
+    missing.
 
     Args:
         stddev: standard deviation of the noise of each coordinate, in the units of the update.

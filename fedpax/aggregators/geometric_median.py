@@ -24,7 +24,8 @@ from fedpax.primitives import federated_map, federated_mean
 def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Aggregator:
     """Approximate the geometric median: the point with the least sum of distances to the updates.
 
-    With smoothing nu, an iteration minimizes `sum_i w_i ||u_i - v||` by a weighted mean:
+    The smoothed Weiszfeld algorithm minimizes `sum_i w_i ||u_i - v||`. With smoothing nu, an
+    iteration is a weighted mean:
 
         b_i = w_i / max(nu, ||u_i - v||);   v <- sum_i b_i u_i / sum_i b_i.
 

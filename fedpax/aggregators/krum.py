@@ -29,8 +29,8 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
 
     With m present participants, f of which may send wrong updates, the score of an update is the
     sum of the squared distances to its `m - f - 2` nearest neighbours. The `num_selected` updates
-    with the smallest scores are averaged. Krum's bound is `m >= 2 f + 3`. With fewer, a wrong
-    update could be selected: the result is 0.
+    with the smallest scores are averaged, at most `m - f - 2`. Krum's bound is `m >= 2 f + 3`. With
+    fewer, a wrong update could be selected: the result is 0.
 
     Memory grows with the number of participants. On a mesh, one all-to-all gives each device some
     coordinates of all participants; all-reduces add the n x n distances and the selected updates.
@@ -92,7 +92,7 @@ def distances_of_present(
     function: str, updates: chex.ArrayTree, weights: Weights, num_byzantine: int, factor: int
 ) -> tuple[Float[Array, "participants participants"], Bool[Array, " participants"]]:
     """Compute the squared distances of all pairs of updates, and which participants are present."""
-    # None is present if too few are. Both are server values.
+    # No participant counts as present if too few are. Both are server values.
     n = num_participants()
     if n < factor * num_byzantine + 3:
         most = (n - 3) // factor

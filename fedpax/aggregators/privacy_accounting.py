@@ -58,8 +58,9 @@ def privacy_spent(
 
     No sampling is accounted exactly: k rounds are one with the noise multiplier `z / sqrt(k)`.
     Poisson sampling is accounted by privacy loss distributions on a grid, and a fixed size by the
-    Renyi bound of the reference. Both are upper bounds, and at most epsilon without sampling. Where
-    that epsilon or the privacy loss of one round is above 100,000, the bound can ignore sampling.
+    Renyi bound of the reference. Both are upper bounds, and at most epsilon without sampling for
+    the same neighbouring populations. Where that epsilon or the privacy loss of one round is above
+    100,000, the bound can ignore sampling.
 
     Args:
         noise_multiplier: z, the standard deviation of the noise of the sum over the clipping norm.
@@ -271,7 +272,7 @@ def _poisson_epsilon(
     event = dp.SelfComposedDpEvent(sampled, num_rounds)
     if before:
         event = dp.ComposedDpEvent([dp.GaussianDpEvent(noise / math.sqrt(before)), event])
-    # Bounds of integer orders are fast.
+    # Bounds of integer orders are fast, and show how large the losses are.
     renyi = dp.rdp.RdpAccountant(orders=[*range(2, 65), 128, 256, 512, 1024])
     renyi.compose(event)
     largest = max(loss, min(unsampled, renyi.get_epsilon(delta)))

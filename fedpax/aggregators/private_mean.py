@@ -51,9 +51,9 @@ def private_mean(
 
         mean = (sum_i u_i min(1, C / ||u_i||) + N(0, (z C)^2 I)) / m.
 
-    One participant changes the sum by at most C. Therefore every present participant has weight 1,
-    for any number of examples, and m is fixed. `privacy_spent` and `noise_multiplier_for` relate z
-    to epsilon.
+    Adding or removing one participant changes the sum by at most C. Therefore every present
+    participant has weight 1, for any number of examples, and m is fixed. `privacy_spent` and
+    `noise_multiplier_for` relate z to epsilon.
 
     With `quantile` gamma, C follows this quantile of the norms. A second noisy sum counts norms up
     to C:

@@ -67,8 +67,9 @@ def private_secure_mean(
     one update changes the sum by at most `R + sqrt(d) / 2`. R is at most 2^20 and as large as the
     sum permits.
 
-    With fewer than t participants, the protocol aborts: the result is 0. Epsilon is for one
-    participant's update, replaced by 0: `privacy_spent(discrete=True, ...)`.
+    The noise of t participants or more has at least the stated variance. With fewer, the protocol
+    aborts: the result is 0. Epsilon is for one participant's update, replaced by 0:
+    `privacy_spent(discrete=True, ...)`, without amplification by sampling.
 
     In one program, such as `jax.jit(round)`, this is a simulation: noise and masks come from a hash
     of a known seed, and protect nothing.

@@ -62,7 +62,7 @@ def secure_mean(
 
     In stages (`fedpax.stages`), participants send the integers k_i, and the engine masks them with
     keys that participants agree on: Flower with `secure=true`, and sites with `--secure_sums`.
-    They reject the program if they do not mask its sums.
+    These engines reject the program if they do not mask its sums.
 
     Args:
         max_value: r, above 0. Entries are clipped to [-r, r].
@@ -312,7 +312,8 @@ def _vectors(
     shapes: Sequence[tuple[tuple[int, ...], P | None]],
 ) -> Callable[[Int[Array, ""]], list[jax.Array]]:
     """Return the function j -> p_ij for j >= i, and -p_ij for j < i."""
-    # Pairs, numbered below n, share the hash of the indices: half of the time.
+    # All pairs share the hash of the indices, half of the work. Its key is no pair's: pairs have
+    # numbers below n.
     shared = jax.random.fold_in(graph.key, graph.order.shape[0])
     first = jax.random.bits(shared, (len(shapes),), jnp.uint32)
     hashed = [hashed_indices(seed, *shape) for seed, shape in zip(first, shapes, strict=True)]

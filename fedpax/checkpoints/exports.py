@@ -205,7 +205,8 @@ def write_orbax(folder: Path, params: Params) -> None:
         ) as checkpointer:
             checkpointer.save(literal_path(folder / "params"), params)
         return
-    # Orbax numbers saves: after one by this process alone, the next would wait for other numbers.
+    # Orbax numbers saves: after one by this process alone, its next save would wait for processes
+    # with another number.
     arguments = pickle.dumps((folder, jax.tree.map(np.asarray, params)))
     code = (
         "import pickle, sys; from fedpax.checkpoints.exports import write_orbax; "

@@ -259,7 +259,8 @@ CHUNK_BYTES = 1 << 20
 
 def row_fingerprints(leaves: list[jax.Array], blocks: RowBlocks) -> UInt64[np.ndarray, " rows"]:
     """Return 64 bits for each row of arrays `[rows, ...]`; all processes call this together."""
-    # Rows of other bits have an equal one with probability 2^-64. Two layouts' are not comparable.
+    # Rows of other bits have an equal fingerprint with probability 2^-64. Those of two layouts are
+    # not comparable.
     words = _fingerprints(blocks)(leaves)
     if jax.process_count() > 1:
         words = multihost_utils.process_allgather(words, tiled=True)

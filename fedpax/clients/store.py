@@ -2,7 +2,8 @@
 
 If a program's map alone reads the states and the store alone takes its results, the loop over the
 cohort reads and writes the rows, and memory does not grow with the cohort. Otherwise the cohort's
-states go once around the ring of devices, in three blocks of cohort/devices rows.
+states go once around the ring of devices, in three blocks of cohort/devices rows. Communication
+never depends on the population's size.
 """
 
 import dataclasses

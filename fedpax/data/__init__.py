@@ -1,7 +1,8 @@
 """Data: sources by name or from files, populations, endless streams of cohorts, and text.
 
-- Sources: `load(name, split)` opens a data set, and `load(files, client=...)` a user's files, which
-  `prepare` sorts once if they exceed the memory. A source is a sequence of dicts, such as a list.
+- Sources: `load(name, split)` opens a data set (TFDS, embedded or federated), and `load(files,
+  client=...)` a user's files, which `prepare` sorts once if they exceed the memory. A source is a
+  sequence of dicts, such as a list.
 - Populations: the `partition_...` functions divide a source's examples among participants,
   `concatenate_clients` takes a list of clients' arrays, `DirichletClients`, `logistic_clients`
   and `leaf_clients` generate clients, and `ClientSampler` samples the clients of each round.

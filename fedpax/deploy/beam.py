@@ -61,7 +61,7 @@ def run_beam(
         flags: flags of the pipeline, such as `["--runner=FlinkRunner", ...]`. Default: Beam's
             FnApiRunner in this process.
         folder: a folder that this process and all workers reach, such as one in a bucket. Default
-            None: `--temp_location`, or a temporary folder on this machine.
+            None: `--temp_location`, or a temporary folder for runners on this machine.
         block_size: number of clients whose data a worker reads at once. Default None: as many as
             have 32 MB, at most 64.
 

@@ -57,7 +57,8 @@ class RoundProgram(NamedTuple):
     """A program that `read_program` has read and checked.
 
     `names` has the values of the state by `"server"` and `"own"`, the results that replace the
-    server's by `"carried"`, and the paths in a cohort by `"cohort"`. `program` is the sha256.
+    server's by `"carried"`, and the paths in a cohort by `"cohort"`. `program` is the sha256 of
+    all.
     """
 
     artifact: Artifact

@@ -1,6 +1,7 @@
 """Copies of a run's state in the memory of each host, from which an elastic job resumes.
 
-Participants have **numbers**: island 2 keeps its number when island 1 is lost.
+If only a lost host had a shard, the run resumes from its checkpoint. Participants have **numbers**:
+island 2 keeps its number when island 1 is lost.
 """
 
 import contextlib
@@ -254,7 +255,8 @@ def rows_on_this_process(state: State, participants: Sequence[int]) -> set[int]:
 class HostCopies:
     """This process's copies of the state, in a folder in the host's memory."""
 
-    # Processes are at most a round apart: with two copies they have one round in common.
+    # Processes are at most a round apart: with two copies they have one round in common. Copies of
+    # other jobs are not read.
 
     def __init__(self, folder: Path, job: str, keep: int = 2) -> None:
         self._folder, self._job, self._keep = folder, job, keep

@@ -98,7 +98,7 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
 
 def operand_bytes_along(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
     """Sum the operand bytes that one device passes to collectives along a mesh axis."""
-    # The sum of the device with the largest one, executions included.
+    # Operand bytes times executions, of the device with the largest sum.
     # - These are not the bytes on the network, which depend on the algorithm.
     # - A collective over `axis` and another axis counts in full.
     # - Rows of a client store that move in a loop are left out: they depend on the cohort.

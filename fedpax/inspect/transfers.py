@@ -25,8 +25,9 @@ class Transfer(NamedTuple):
     `name` is the path of an argument or of a mapped function's result, or "computed from" such a
     path (`fedpax.transforms.value_names`), and `type` is one participant's. `operation` is
     "broadcast", "sum", "mean", "max", "min", "gather" (a value that the server reads from all
-    participants, as for a median), or "exchange" (between participants). `num_bytes` count the
-    terms of a reduction in the dtype in which they are accumulated, `sent_bytes` after compression.
+    participants, as for a median), or "exchange" (between participants). `num_bytes`, of one
+    participant and one execution, count the terms of a reduction in the dtype in which they are
+    accumulated, `sent_bytes` after compression.
     """
 
     name: str

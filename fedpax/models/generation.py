@@ -44,7 +44,8 @@ def generate(
         config: the transformer's configuration.
         prompt: integers `[batch, seq_len]`, at least one token per row.
         num_tokens: number of tokens to generate for each row.
-        prompt_lengths: integers `[batch]`, the prompt's tokens in each row. Default None: all.
+        prompt_lengths: integers `[batch]`, the prompt's tokens in each row; later ones are ignored.
+            Default None: all.
         key: a random key. Needed unless `temperature` is 0.
         temperature: divides the logits. 0 takes the most likely token (greedy decoding).
         top_p: sample from the most likely tokens whose probabilities add up to it (nucleus

@@ -19,7 +19,8 @@ class LSTMConfig:
 
     The defaults are the sizes of the model for next-word prediction on Stack Overflow.
 
-    `has_projections`: a dense layer projects each LSTM layer's output to `embed_dim` features.
+    `vocab_size` counts padding and other special tokens too. `has_projections`: a dense layer
+    projects each LSTM layer's output to `embed_dim` features.
 
     Raises:
         ValueError: a size is below 1.

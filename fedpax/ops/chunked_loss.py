@@ -70,7 +70,8 @@ def chunked_cross_entropy(
         0.02
 
     Reference:
-        Gemma 2 (arXiv:2408.00118), section 2 (soft-cap); PaLM (arXiv:2204.02311), section 5.
+        Gemma 2 (arXiv:2408.00118), section 2 (soft-cap); PaLM (arXiv:2204.02311), section 5
+        (z-loss).
     """
     accurate = jnp.promote_types(features.dtype, jnp.float32)
     weights = jnp.ones(targets.shape, accurate) if mask is None else mask.astype(accurate)

@@ -24,10 +24,10 @@ def grouped_matmul(
 ) -> Float[Array, "rows outputs"]:
     """Multiply the rows of each group by its kernel: out[r] = rows[r] @ kernels[group of r]."""
     # On TPU the forward pass is `jax.lax.ragged_dot_general`. Elsewhere, and for the kernels'
-    # gradient, XLA would compute every row with every group and mask the rest: a loop multiplies
-    # one block of rows after another instead. Rows after the last group cost no time; they hold
-    # arbitrary values, NaN included, and so do these rows of the gradient. Sums are float32. The
-    # gradient has a forward-mode derivative; the matmul itself has none.
+    # gradient on TPU too, XLA would compute every row with every group and mask the rest: a loop
+    # multiplies one block of rows after another instead. Rows after the last group cost no time;
+    # they hold arbitrary values, NaN included, and so do these rows of the gradient. Sums are
+    # float32. The gradient has a forward-mode derivative; the matmul itself has none.
     return raw_grouped_matmul(rows, kernels, group_sizes)
 
 

@@ -129,8 +129,8 @@ def partition_pachinko(
     labels, then a random unassigned example; labels without one are skipped. Sizes differ by at
     most one.
 
-    The reference has the same defaults, with 500 participants. To compare results, load its own
-    partition as `federated_cifar100`.
+    The reference has the same defaults, with 500 participants. Its own partition is not
+    reproducible: to compare results, load it as `federated_cifar100`.
 
     Args:
         labels: integers `[examples]`.

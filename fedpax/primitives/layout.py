@@ -26,7 +26,8 @@ def explicit_axis(placement: Placement) -> str | None:
 def _axis_type(placement: Placement) -> AxisType | None:
     mesh = jax.sharding.get_abstract_mesh()
     axis_type = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(placement.name)
-    # It shards nothing: the program equals the one for a mesh without the axis.
+    # An automatic axis of size 1 shards nothing: the program equals the one for a mesh without the
+    # axis.
     return None if axis_type == AxisType.Auto and mesh.shape[placement.name] == 1 else axis_type
 
 

@@ -210,7 +210,8 @@ federated_program_p = Primitive("federated_program")
 federated_program_p.multiple_results = True
 
 
-# Whether a program is traced for stages, whose server waits for participants; in `jax.jit`'s cache.
+# Whether a program is traced for stages, whose server waits for participants. The cache of
+# `jax.jit` depends on it.
 _for_stages = jax.make_user_context(False)
 
 

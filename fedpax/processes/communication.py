@@ -120,9 +120,9 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
 
     # Unlike a collective, the channel does not wait for earlier programs. If a process ends without
     # closing its channel, or is silent, every process that is connected with it calls `on_end`, in
-    # a thread; after an error, ten seconds later. All processes must make the channel at the same
-    # point of their programs. `jax.distributed` aborts processes 50 to 100 seconds after one is
-    # silent: the channel waits for 40.
+    # a thread; after an error, ten seconds later, unless they have closed theirs. All processes
+    # must make the channel at the same point of their programs. `jax.distributed` aborts processes
+    # 50 to 100 seconds after one is silent: the channel waits for 40.
 
     def __init__(self, on_end: Callable[[str], None], silence: float = 40.0) -> None:
         self._on_end, self._silence = on_end, silence

@@ -52,7 +52,8 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
     Args:
         folder: the run's folder.
         after: the round of the checkpoint from which the run resumes; 0 for a new run. If
-            `goodput.json` lacks it, the last line of `metrics.jsonl` up to this round counts.
+            `goodput.json` lacks its seconds, the last line of `metrics.jsonl` up to this round
+            counts.
         enabled: False writes no file; with several processes only one writes.
         now: returns the time in seconds.
 

@@ -47,13 +47,14 @@ class CoordinatorSide:
             `2 threshold > n + c`. Default None: one more than half of the sites in the first phase.
         shapes: the shapes of the values by name. Default None: those of the first site.
         signer: checks the signatures of the sites' keys. Default None: the other sites alone check
-            them.
+            them, and leave a sum with a forged one.
 
     Attributes:
         total: after the last phase, the sums modulo 2^32 of the present sites, int32 by name.
         present: the sites in the sum.
         phase: the current phase; "done" after the last one.
-        suspects: sites that do not keep to the protocol, with reasons.
+        suspects: sites that do not keep to the protocol, with reasons, although the sum may be
+            complete: several shares that a suspect has sent or made do not fit.
     """
 
     def __init__(

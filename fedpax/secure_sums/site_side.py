@@ -38,14 +38,15 @@ _PHASES = ("share", "mask", "reveal")
 class SiteSide:
     """One site's part in one secure sum: a state machine, which answers the coordinator's requests.
 
-    The site answers one request of each phase, which may be repeated. Any other one raises: it
-    could tell the coordinator two secrets of one site.
+    The site trusts the coordinator with nothing but the sum. It answers one request of each phase,
+    which may be repeated. Any other one raises: it could tell the coordinator two secrets of one
+    site.
 
     Args:
         name: the site's name.
         session: the name of the sum, which no other sum has.
-        values: arrays of int32 or uint32 by name, of the same shapes at all sites; or a function
-            that returns them.
+        values: arrays of int32 or uint32 by name, of the same names and shapes at all sites; or a
+            function that returns them.
         least_sites: number of sites whose values the sum must contain, at least 2. Default 3: of a
             sum of two, each of the sites learns the other's value.
         signer: signs the site's keys, and checks the keys of other sites. Default None: the site

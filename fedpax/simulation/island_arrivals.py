@@ -72,9 +72,9 @@ def island_arrivals(
     """Order the arrivals of islands that train at their own pace.
 
     The server applies an island's update when it arrives, and the island continues from the new
-    model. Updates that arrive at the same time, or within `grace_seconds` of the first, are applied
-    together. An island that fails loses the steps since its last arrival, and returns with the
-    model of that time.
+    model. Updates that arrive at the same time, or within `grace_seconds` of the first (or until
+    all have arrived), are applied together. An island that fails loses the steps since its last
+    arrival, and returns with the model of that time.
 
     A round is a stretch of arrivals in which no island arrives twice. All arrivals of a round
     train at the same time on the islands' devices, and are applied in their order.
@@ -205,8 +205,8 @@ def fragment_syncs(
     0. Transfers run beside the steps: only sending delays the syncer.
 
     With `max_steps_per_sync == steps_per_sync` and a quorum of all islands, all take the same
-    steps: without failures this is `streaming_diloco`. An island that fails loses its steps since
-    the previous merge, and returns with the whole outer model.
+    steps: without failures this is `streaming_diloco`. An island that fails, also while the syncer
+    waits, loses its steps since the previous merge, and returns with the whole outer model.
 
     Args:
         trace: speeds and failures of the islands.

@@ -73,7 +73,7 @@ class SiteRun(NamedTuple):
             site's own clients; other rows have the id -1.
         evaluate: `params -> metrics` on the site's `num_heldout` held-out examples.
         names: names of the site's own clients in the order of their numbers, each once. States are
-            kept under them.
+            kept under them, so files can be added, removed and reordered.
         frozen: the round's third argument, if it has one.
         evaluate_personal: `state -> metrics` of each client's own model, from what clients keep.
         fine_tune: `params -> params`, the local steps of one more round of this site's clients.

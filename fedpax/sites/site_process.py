@@ -53,7 +53,8 @@ class JoinResult(NamedTuple):
             processes.
         finished: whether the syncer has done all rounds.
         signal: the signal that stopped the call, or None.
-        gave_up: whether the call stopped because no syncer answered.
+        gave_up: whether the call stopped because no syncer answered; in the folder of a finished
+            run, `finished` is True too.
     """
 
     rounds: int

@@ -156,7 +156,7 @@ class TextRecords(Sequence[dict[str, Any]]):
 
     # A record is a text in UTF-8, which becomes the field `"text"` (as bytes), or a serialized
     # `tf.train.Example`, whose features become fields: of one value, or a list. The first record
-    # decides for all.
+    # decides for all. A path that exists as it is written is no pattern.
 
     def __init__(self, pattern: str) -> None:
         paths = find_paths(pattern)

@@ -41,8 +41,8 @@ class Conversation:
         prompt: the field with the prompt, a text.
         answer: the field with the answer, a text.
         messages: the field with the messages, in place of `prompt` and `answer`: a list of dicts
-            with `role` and `content`, or with `from` and `value` (ShareGPT). The answers are the
-            messages of "assistant" or "gpt".
+            with `role` and `content`, or with `from` and `value` (ShareGPT; "human" is "user", and
+            "gpt" is "assistant"). The answers are the messages of "assistant".
         template: the chat template, from `load_chat_template`. Needed for `messages`.
 
     Raises:

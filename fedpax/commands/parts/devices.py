@@ -128,9 +128,10 @@ def num_cores() -> int:
 def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list[str] | None:
     """Return the arguments with which an experiment fits some of its processes; None without.
 
-    The outer axis, the first of islands, clients, data and fsdp with more than one device, gets its
-    share of devices, and the axis `islands` of islands. A mesh that takes all devices needs no
-    change: one with an axis of -1, or with sizes that follow from the experiment.
+    The outer axis, the first of islands, clients, data and fsdp with more than one device, gets as
+    many devices as its share of processes; with `islands`, the number of islands changes too. A
+    mesh that takes all devices needs no change: one with an axis of -1, or with sizes that follow
+    from the experiment.
 
     Example:
         >>> from fedpax.experiments.diloco_text import diloco_text
@@ -201,7 +202,7 @@ def _outer_axis(sizes: Mapping[str, int]) -> str | None:
 
 def _islands_are_processes(experiment: Experiment) -> bool:
     """Return whether the number of islands follows from the number of processes."""
-    # The outer axis is `islands`, and its size is the experiment's field `islands`.
+    # It does if the outer axis is `islands`, and its size is the experiment's field `islands`.
     sizes = _sizes(experiment)
     same = getattr(experiment, "islands", None) == sizes["islands"]
     return _outer_axis(sizes) == "islands" and same

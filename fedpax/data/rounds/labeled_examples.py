@@ -37,8 +37,8 @@ def read_examples(
         label_field: the field with the label.
 
     Returns:
-        `image`, float32 `[examples, ...]`, integers scaled from 255 to 1; `label`, int32
-        `[examples]`.
+        `image`, float32 `[examples, ...]`, integers of 0 to 255 scaled to 0 to 1, floats unchanged;
+        `label`, int32 `[examples]`.
 
     Raises:
         KeyError: the examples have no such field.

@@ -23,7 +23,8 @@ def balanced_order(
 
     Clients are sorted by size and split into chunks of `chunk_size`, as a chunk takes as long as
     its longest client. Each chunk, the largest first, goes to the device that has the least work so
-    far and still has room. All devices get the same number of clients, as a sharded axis requires.
+    far and still has room. All devices get the same number of clients, as a sharded axis requires,
+    each its largest first.
 
     Args:
         num_steps: integers `[clients]`, each client's local steps, or any other measure of its

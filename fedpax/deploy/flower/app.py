@@ -48,7 +48,8 @@ def server_app(program: str | Path | Experiment, **settings: Any) -> Any:
             - wait: seconds to wait for nodes. Default 600.
             - secure: mask the terms, so that the server sees their sum alone. Default False.
             - secure-protocol: "fedpax", the protocol of `fedpax.secure_sums`, or "secagg+",
-              Flower's own (`fedpax.deploy.flower.secagg`), which also runs in a simulation.
+              Flower's own (`fedpax.deploy.flower.secagg`), which also runs in a simulation. Default
+              "fedpax".
             - secure-bound: the largest absolute value of a term in floats for SecAgg+. Default 64.
             - out: folder of the result, on the machine of the SuperLink. Default: a folder of the
               run in `~/.fedpax/flower/results`.

@@ -72,7 +72,8 @@ def join(
     during the steps. If the syncer does not answer, the island trains on for `max_steps_ahead`
     steps, and then waits for up to `give_up_after` seconds before it saves its state and stops.
 
-    The number of rounds is the syncer's: `training.rounds` has no effect.
+    The number of rounds is the syncer's: `training.rounds` has no effect, and an island whose run
+    is finished asks whether there are more.
 
     The processes of `jax.distributed` form one island: all of them must call this function, with a
     folder that all of them see. Only process 0 connects to the syncer. If one ends or is silent,
@@ -80,7 +81,8 @@ def join(
 
     The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` (model, inner
     optimizer, position in the data, unsent progress) and `island.json`. An island that is killed
-    returns with its shard, its last checkpoint and the newest outer model.
+    returns with its shard, its last checkpoint and the newest outer model. It loses the steps since
+    its last checkpoint or update.
 
     Args:
         experiment: the experiment. Its mesh is the mesh of this island; `islands` is set to 1.

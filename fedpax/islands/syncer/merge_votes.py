@@ -57,8 +57,9 @@ def combine(
 
 def limit_weights(weights: Sequence[float], seconds: Sequence[float]) -> list[float]:
     """Limit each weight per second to `MOST_WEIGHT` times the median of all other ones."""
-    # So a claim of many steps has a bounded weight. The result is divided by its largest weight.
-    # `seconds`: since each one's last part in a merge of the fragment.
+    # So a claim of many steps has a bounded weight, and an island that was long away keeps its. The
+    # result is divided by its largest weight. `seconds`: since each one's last part in a merge of
+    # the fragment.
     spans = [max(span, LEAST_SECONDS) for span in seconds]
     rates = [weight / span for weight, span in zip(weights, spans, strict=True)]
     limited = []

@@ -127,7 +127,7 @@ def partition_pachinko(
     Dirichlet(alpha, ..., alpha), and for each coarse label a distribution over its labels from
     Dirichlet(beta, ..., beta). For each of its examples it draws a coarse label, then one of its
     labels, then a random unassigned example; labels without one are skipped. Sizes differ by at
-    most one.
+    most one; the last participants get all that is left.
 
     The reference has the same defaults, with 500 participants. Its own partition is not
     reproducible: to compare results, load it as `federated_cifar100`.

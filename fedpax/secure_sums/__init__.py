@@ -4,6 +4,8 @@
   state machines without network.
 - `fedpax.secure_sums.arithmetic` makes integers of floats, without an error of the sum.
 - `fedpax.aggregators.secure_mean.FixedPoint` makes integers of floats, as `secure_mean` does.
+
+Needs the package cryptography: `pip install "fedpax[sites]"` or `"fedpax[flower]"`.
 """
 
 from typing import TYPE_CHECKING

@@ -15,6 +15,7 @@ class ScheduledRounds:
             weights or augments images, for example.
 
     Example:
+        >>> import numpy as np
         >>> from fedpax.data import token_rounds
         >>> sizes = dict(islands=1, local_steps=2, batch_size=1, seq_len=4)
         >>> stream = ScheduledRounds(

@@ -36,7 +36,7 @@ EXPERIMENTS: Mapping[str, Entry] = {
     "fedbuff_digits": Entry("fedbuff_images", "FedBuff on the digits of fedavg_digits: 20 of 30 clients train at a time, in virtual time."),
     "fedyogi_cifar100": Entry("fedavg_images", "FedYogi on CIFAR-100 by client, 10 of 500 clients per round. Downloads once."),
     "fedyogi_shakespeare": Entry("fedavg_characters", "FedYogi on Shakespeare's plays, next-character prediction, 10 of 715 roles. Downloads once."),
-    "fedyogi_stackoverflow": Entry("fedavg_words", "FedYogi with the settings of fedadam_stackoverflow, the best ones for both. Downloads once."),
+    "fedyogi_stackoverflow": Entry("fedavg_words", "FedYogi with the settings of fedadam_stackoverflow, best for both. Downloads once."),
     "halos_text": Entry("halos_text", "HALoS: the islands of async_diloco_text in two regions of two, in virtual time."),
     "pretrain_c4_16b": Entry("pretrain", "Pretraining of a 16B model on C4 on 32 chips, as Pax's C4Spmd16BAdam32Replicas."),
     "pretrain_c4_1b": Entry("pretrain", "Pretraining of a 1B model on C4 on four chips, as Pax's C4Spmd1BAdam4Replicas."),

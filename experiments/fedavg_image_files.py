@@ -46,7 +46,7 @@ CHANNELS = Remedied(
     "the number of channels of images",
     "set --data.channels=3 at the syncer and at each site, which repeats gray values",
 )
-"""What sites must have in common."""
+"""Properties of images that all sites must share."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ class FedAvgImageFiles(FedAvgFiles):
         return _with_channels(images, data.channels)
 
     def _infer_label(self, min_classes: int) -> Label:
-        """Return the stated classes, or those of the examples."""
+        """Return the stated classes, or the distinct labels of the examples."""
         name = self.data.label or "label"
         stated = " ".join(self.data.columns)
         values = self.opened.columns[name]

@@ -162,12 +162,18 @@ def test_values_that_training_has_not_are_counted(
     assert "1 of 'ward', such as 'D'" in caplog.text
 
 
-def test_one_file_is_evaluated_as_one_client(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def train_one_round(folder: Path, tmp_path: Path) -> str:
+    """Train on the folder's files, and return the flag that names the run."""
     run, files = f"--job_log_dir={tmp_path / 'run'}", f"--data.files={folder}/*.csv"
     train = ["train", "--exp=fedavg_table", files, "--data.label=outcome", "--training.rounds=1"]
     assert main([*train, run]) == 0
+    return run
+
+
+def test_one_file_is_evaluated_as_one_client(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = train_one_round(folder, tmp_path)
     prepare([str(folder / "*.csv")], tmp_path / "prepared", label="outcome")
     for path, clients in ((folder / "Lund.csv", {"Lund"}), (tmp_path / "prepared", None)):
         report = tmp_path / "report.json"
@@ -193,9 +199,7 @@ def test_a_few_rows_are_measured_with_the_fraction_that_is_told(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The command recommended 0.99 for any file, which leaves none of 12 rows, and raises."""
-    run, files = f"--job_log_dir={tmp_path / 'run'}", f"--data.files={folder}/*.csv"
-    train = ["train", "--exp=fedavg_table", files, "--data.label=outcome", "--training.rounds=1"]
-    assert main([*train, run]) == 0
+    run = train_one_round(folder, tmp_path)
     rows = (folder / "Lund.csv").read_text("utf-8").splitlines(keepends=True)
     (tmp_path / "few.csv").write_text("".join(rows[:13]), "utf-8")
     evaluate = ["evaluate", run, f"--data.files={tmp_path / 'few.csv'}"]

@@ -15,6 +15,7 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+from each_value import mark_repeated_values
 from fast_compilation import keep_programs, share_compiled_programs, share_lowering_contexts
 from first_failure import FirstFailure, deal_core
 from jax.experimental import topologies
@@ -70,6 +71,11 @@ AXIS_TYPES = {
 @pytest.hookimpl(trylast=True)  # after pytest has made its reporter
 def pytest_configure(config: pytest.Config) -> None:
     """Share compiled programs, and print the first failure at once."""
+    config.addinivalue_line(
+        "markers",
+        "each_value: of the products of its parameters, the fast tests run the fewest cases in "
+        "which each value occurs",
+    )
     is_worker = hasattr(config, "workerinput")  # of xdist: another process reports
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if reporter is not None and not is_worker:
@@ -95,6 +101,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the lowest layers first: what breaks them breaks most other tests too."""
+    mark_repeated_values(items)
     rooms = {path: path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
     heights = [HEIGHT.get(rooms.get(item.path, ""), math.inf) for item in items]  # or a docstring's
     tests = [(item.path, height) for item, height in zip(items, heights, strict=True)]

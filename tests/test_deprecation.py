@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent
 
 def removals(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the version of each deprecation in a source text."""
+    if "warn_deprecated" not in source:
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warn_deprecated"):
             (version,) = (word.value for word in node.keywords if word.arg == "removed_in")

@@ -205,6 +205,8 @@ def unstable_attributes(source: str, module: str) -> list[str]:
     """All attributes that only the module of JAX's unstable parts may read, a line each."""
     if module == KEEPER or not is_within(module, "fedpax"):
         return []
+    if not any(f".{name}" in source for name in UNSTABLE_ATTRIBUTES):
+        return []
     return [
         f"{module}, line {node.lineno}: .{node.attr}: only {KEEPER} reads it"
         for node in ast.walk(parsed(source))

@@ -43,7 +43,11 @@ def test_equals_numpy_over_rounds_with_weights_and_absent_participants():
 
 
 @pytest.mark.parametrize(
-    "codec", [codecs.top_k(0.25), codecs.top_k(0.5, values=codecs.sign(bits=2))]
+    "codec",
+    [
+        pytest.param(codecs.top_k(0.25), marks=pytest.mark.slow),
+        codecs.top_k(0.5, values=codecs.sign(bits=2)),
+    ],
 )
 def test_the_derivative_is_zero_as_that_of_rounding(codec):
     step = exchange(compressed_mean(codec, error_feedback=True))

@@ -18,10 +18,12 @@ from fedpax.aggregators.aggregator import present
 PARAMS = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
 ABSENT = 2
 WEIGHTS = np.float32([1, 2, 0, 1, 1, 3, 1, 1])
+ONES = np.ones(N, np.float32)
 # They compile for seconds.
 SLOW = ("private_secure_mean", "secure_mean", "krum selected", "bulyan")
 
 
+@functools.cache
 def run(name):
     """Make `(state, updates, weights) -> (aggregate, state, metrics)`, a program."""
     return fedpax.program(clients=N)(AGGREGATORS[name].aggregate)
@@ -53,7 +55,7 @@ def test_the_table_has_every_aggregator():
 def test_an_absent_participant_has_no_effect(name):
     """With NaN and infinity it gives what it gives with zeros, and keeps its residual."""
     step = jax.jit(run(name))
-    _, state, _ = step(initial(name, PARAMS), draw(0), np.ones(N, np.float32))
+    _, state, _ = step(initial(name, PARAMS), draw(0), ONES)
     updates, without = draw(1), draw(1)
     updates["w"][ABSENT], updates["b"][ABSENT] = np.nan, np.inf
     for x in without.values():
@@ -253,7 +255,7 @@ def test_an_aggregate_is_finite_beside_nan_where_it_says_so(name):
     updates = draw(2)
     for x in updates.values():
         x[ABSENT] = np.nan
-    aggregate, _, metrics = jax.jit(run(name))(initial(name, PARAMS), updates, None)
+    aggregate, _, metrics = jax.jit(run(name))(initial(name, PARAMS), updates, ONES)
     finite = all(np.isfinite(x).all() for x in jax.tree.leaves(aggregate))
     # Codecs of signs or of the largest entries send numbers in the place of NaN.
     assert finite == AGGREGATORS[name].tolerates_non_finite or "compressed" in name

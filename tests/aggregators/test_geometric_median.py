@@ -30,6 +30,7 @@ def geometric(participants):
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("center", [0.0, 3.0], ids=["centered", "far"])
 @pytest.mark.parametrize(("participants", "num_wrong"), [(8, 1), (8, 3), (9, 4)])
 def test_eight_iterations_reach_the_geometric_median_for_wrong_updates_of_any_size(

@@ -48,7 +48,13 @@ AGGREGATORS = {
 }
 
 
-@pytest.mark.parametrize("name", AGGREGATORS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "private_secure_mean" else name
+        for name in AGGREGATORS
+    ],
+)
 def test_means_of_integers_are_not_truncated(name: str):
     aggregator, expected = AGGREGATORS[name]
 

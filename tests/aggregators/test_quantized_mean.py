@@ -138,7 +138,9 @@ def test_number_of_digits_in_a_word(shape, participants, num_levels, digits):
     assert packing.base**packing.entries_per_word <= WORD
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
+)
 def test_each_device_sends_the_words_of_its_shard(kind):
     mesh = jax.make_mesh((4, 2), ("islands", "fsdp"), axis_types=(kind, kind))
     shapes = {"up": (24, 26), "down": (26, 24), "norm": (24,), "scale": ()}

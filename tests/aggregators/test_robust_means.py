@@ -243,7 +243,7 @@ FEW = ("coordinate_median", "krum")
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("automatic", FEW),
+        pytest.param("automatic", FEW, marks=pytest.mark.slow),
         ("explicit", FEW),
         *[pytest.param(kind, AGGREGATORS, marks=pytest.mark.slow) for kind in KINDS],
     ],

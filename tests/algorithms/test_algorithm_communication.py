@@ -69,11 +69,12 @@ def check_operands(communication: list[Collective], name: str, mesh: str) -> Non
     assert len(communication) <= leaves
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "mesh",
     [
-        "4x2 automatic",
         "4x2 explicit",
+        "4x2 automatic",
         *[pytest.param(f"8 {k}", marks=pytest.mark.slow) for k in ("automatic", "explicit")],
     ],
 )
@@ -85,7 +86,8 @@ def test_participants_communicate_once_per_round(name: str, mesh: str):
 
 
 @pytest.mark.parametrize(
-    "mesh", ["4x2 automatic", "4x2 explicit", pytest.param("8 explicit", marks=pytest.mark.slow)]
+    "mesh",
+    ["4x2 automatic", *[pytest.param(f"{n} explicit", marks=pytest.mark.slow) for n in ("4x2", 8)]],
 )
 def test_data_parallelism_communicates_at_every_step(mesh: str):
     communication = between("data parallelism", mesh)

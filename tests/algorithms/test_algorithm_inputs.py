@@ -234,6 +234,7 @@ def test_batches_of_different_numbers_of_steps_raise(name: str):
         algorithm.round(state, Cohort({"x": batch(4, 3, 5), "y": batch(4, 2, 5)}))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("axis", ["fsdp only", "placement"])
 @every_algorithm
 def test_a_mesh_that_does_not_divide_the_participants(name: str, axis: str):

@@ -21,6 +21,7 @@ TOLERANCE = 1e-6
 ROUNDS = 3
 PRESENT = {"all": [*range(N)], "all but one": [0, 1, 2, 4, 5, 6, 7], "half": [1, 2, 5, 6]}
 REFUSED = {"geometric_median": "inside 'scan'"}
+FEW = [p if p == "all but one" else pytest.param(p, marks=pytest.mark.slow) for p in PRESENT]
 # Its noise differs between a simulation and stages: compared without noise.
 PRIVATE = "private_secure_mean"
 # The methods that the table of `test_any_aggregator` does not have.
@@ -96,6 +97,7 @@ def divided(name):
     return state, jax.jit(method.round), fedpax.stages(method.round, state, cohort(0))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("present", PRESENT)
 @pytest.mark.parametrize(
     "name",
@@ -179,7 +181,7 @@ def divided_other(name):
     return state, cohorts, jax.jit(algorithm.round), stages
 
 
-@pytest.mark.parametrize("present", PRESENT)
+@pytest.mark.parametrize("present", FEW)
 @pytest.mark.parametrize(
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in OTHERS]
 )
@@ -222,7 +224,7 @@ def divided_gradient(name):
     return state, jax.jit(gradient), stages
 
 
-@pytest.mark.parametrize("present", PRESENT)
+@pytest.mark.parametrize("present", FEW)
 @pytest.mark.parametrize("name", ["fedavg", pytest.param("scaffold II", marks=pytest.mark.slow)])
 def test_the_gradient_of_a_round_equals_that_of_the_stages(name, present):
     answer = PRESENT[present]

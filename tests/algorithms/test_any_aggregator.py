@@ -118,7 +118,7 @@ del AGGREGATORS["compressed_mean"], AGGREGATORS["compressed_mean unbiased"]
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 @pytest.mark.parametrize(
     "name",
-    [n if n in ("fedavg", "diloco") else pytest.param(n, marks=pytest.mark.slow) for n in METHODS],
+    [n if n == "fedavg" else pytest.param(n, marks=pytest.mark.slow) for n in METHODS],
 )
 def test_a_round_keeps_the_types_of_the_state(name: str, dtype: Any):
     """Abstractly; clients with unequal steps where the method has clients."""

@@ -108,6 +108,7 @@ def test_only_the_ratios_of_weights_matter():
     assert_close(compiled.run(params, rounds, weights), compiled.run(params, rounds, 12 * weights))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mesh_name", ["none", "4x2 automatic", "4x2 explicit"])
 @pytest.mark.parametrize("name", FEDERATED)
 def test_a_client_of_weight_zero_equals_an_absent_client(name: str, mesh_name: str):
@@ -121,6 +122,7 @@ def test_a_client_of_weight_zero_equals_an_absent_client(name: str, mesh_name: s
         assert_close((state.params, metrics), wanted)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mesh_name", ["none", "4x2 automatic"])
 @pytest.mark.parametrize("name", FEDERATED)
 def test_a_round_without_examples(name: str, mesh_name: str):

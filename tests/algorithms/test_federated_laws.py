@@ -204,6 +204,7 @@ def test_local_sgd_keeps_its_optimizer_state():
     assert jax.tree.leaves(state.inner_optimizer_state)[0].tolist() == [3 * STEPS] * CLIENTS
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("build", [mime, mime_lite])
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.05, momentum=0.7), mime_adam(0.05)])
 def test_mime_with_one_client_and_step_is_plain_training(build: Any, optimizer: Any):
@@ -246,7 +247,7 @@ def test_mime_removes_the_clients_bias():
     ("build", "settings"),
     [
         pytest.param(fedac, {"rates": FedAcRates(0.05, 0.1, 2.0, 3.0)}, id="FedAc"),
-        pytest.param(hypcluster, {"num_clusters": 2}, id="HypCluster"),
+        pytest.param(hypcluster, {"num_clusters": 2}, id="HypCluster", marks=pytest.mark.slow),
         *[
             pytest.param(build, settings, id=build.__name__, marks=pytest.mark.slow)
             for build, settings in (

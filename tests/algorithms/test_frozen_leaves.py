@@ -94,12 +94,14 @@ def test_a_defect_of_an_optimizer_is_not_hidden():
     "aggregator",
     [
         private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0),
-        pytest.param(
-            private_secure_mean(max_norm=1.0, noise_multiplier=1.0, seed=0),
-            marks=pytest.mark.slow,
-        ),
-        secure_mean(max_value=1.0),
-        quantized_mean(4),
+        *[
+            pytest.param(aggregator, marks=pytest.mark.slow)
+            for aggregator in (
+                private_secure_mean(max_norm=1.0, noise_multiplier=1.0, seed=0),
+                secure_mean(max_value=1.0),
+                quantized_mean(4),
+            )
+        ],
         compressed_mean(codecs.sign(), error_feedback=True),
         chain(add_local_noise(0.1, seed=0), add_noise(0.1, seed=1), mean()),
     ],

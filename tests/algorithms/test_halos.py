@@ -143,7 +143,7 @@ def numpy_run(batches, order, max_norm=np.inf):
     return history
 
 
-@pytest.mark.parametrize("max_norm", [np.inf, MAX_NORM])
+@pytest.mark.parametrize("max_norm", [pytest.param(np.inf, marks=pytest.mark.slow), MAX_NORM])
 def test_an_unreliable_run_equals_its_reference(max_norm):
     order, batches = unreliable_order(), random_rounds(ROUNDS, ISLANDS)
     returned = (order.position >= 0) & (order.num_steps == 0)

@@ -62,6 +62,7 @@ def without(cohort: Cohort) -> Cohort:
     return cohort._replace(batches=np.nan_to_num(cohort.batches, posinf=0), num_examples=weights)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize(
     "aggregator", [coordinate_median(), krum(1), chain(clip_by_norm(1.0), mean())]

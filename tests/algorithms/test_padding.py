@@ -154,7 +154,7 @@ def test_clients_of_unequal_size_train_on_their_own_steps(optimizer, marked_by):
     assert_close(metrics, jax.tree.map(mean, *reports))
 
 
-@pytest.mark.parametrize("name", ["FedAvg", "DiLoCo"])
+@pytest.mark.parametrize("name", ["FedAvg", pytest.param("DiLoCo", marks=pytest.mark.slow)])
 def test_an_absent_participant_does_not_dilute_the_mean(name):
     """Without `num_examples`, those without a step have weight 0 all the same."""
     method = METHODS[name]
@@ -268,6 +268,7 @@ def test_a_round_with_a_mask_has_a_gradient_that_padding_does_not_reach():
     assert_close(gradients, wanted)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("cohort", "error", "words"),
     [

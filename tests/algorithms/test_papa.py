@@ -81,6 +81,7 @@ def test_every_pair_is_equally_probable_for_every_island():
     np.testing.assert_allclose(averages, models.mean(), atol=0.03)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("islands", [2, 3, 8])
 def test_each_model_becomes_the_average_of_its_pair(islands, dtype):

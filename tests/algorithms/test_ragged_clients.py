@@ -63,13 +63,18 @@ def client_by_client(params, batches, weights, steps):
 @pytest.mark.parametrize(
     ("mesh_name", "chunk_size"),
     [
-        ("none", 1),
         ("none", 3),  # chunks of clients of other lengths
         ("4x2 automatic", 1),
         ("8 explicit", None),
         *[
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("none", None), ("4x2 explicit", 1), ("4x2 mixed", 2), ("8 explicit", 1))
+            for case in (
+                ("none", 1),
+                ("none", None),
+                ("4x2 explicit", 1),
+                ("4x2 mixed", 2),
+                ("8 explicit", 1),
+            )
         ],
     ],
 )

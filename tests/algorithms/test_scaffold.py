@@ -80,7 +80,7 @@ def test_narrow_parameters_have_no_constant_learning_rate() -> None:
     assert constant_learning_rate(optax.sgd(0.5), params) is None
 
 
-@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("ragged", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_loop_over_clients_never_copies_the_controls_of_all_clients(ragged: bool) -> None:
     """Each client's control is written in place: the time is linear in the cohort's size."""
     clients, features = 16, 512

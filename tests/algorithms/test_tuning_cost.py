@@ -20,7 +20,7 @@ def temporaries(fn, *args) -> int:
 @pytest.mark.parametrize(
     ("names", "ragged", "bytes_per_client"),
     [
-        (("rate", "damping"), True, 0),
+        pytest.param(("rate", "damping"), True, 0, marks=pytest.mark.slow),
         (("rate", "client_rate"), True, 8),  # two numbers; a model has 24 bytes
         pytest.param(("rate", "client_rate"), False, 0, marks=pytest.mark.slow),
     ],

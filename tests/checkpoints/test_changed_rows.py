@@ -217,6 +217,7 @@ def test_a_run_continues_from_a_part_and_keeps_the_checkpoints_it_needs(tmp_path
         assert ids[0].tolist() == ids[1].tolist()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("round_number", [1, 5, 7, 8])
 @pytest.mark.parametrize("how", ["flipped", "missing", "no checksums"])
 def test_damage_in_any_checkpoint_that_is_needed_is_told(

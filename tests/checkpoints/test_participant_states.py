@@ -103,6 +103,7 @@ def test_copied_random_keys_differ() -> None:
     assert len({tuple(data) for data in jax.random.key_data(resized).tolist()}) == 4
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("n", "read"), [(8, "islands"), (4, "islands"), (3, None), (1, None)])
 def test_a_device_reads_its_share_where_the_axis_divides_the_saved_number(

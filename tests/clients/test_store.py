@@ -148,6 +148,7 @@ def test_rows_are_sharded_over_the_mesh(current_mesh):
         assert {shard.data.shape for shard in store.rows.addressable_shards} == {(6, 5)}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_clients", [1, 5, 8, 51])
 def test_shapes_do_not_depend_on_the_number_of_devices(devices, num_clients):

@@ -87,6 +87,7 @@ def rounds_of(variant, chunk_size):
     return program, reference
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk_size", [1, 3, None])
 @pytest.mark.parametrize(
     "variant",
@@ -313,6 +314,7 @@ def test_the_derivative_of_a_round_with_a_store_is_that_without_loops():
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk_size", [None, 1])
 @pytest.mark.parametrize("batched", list(itertools.product((0, None), repeat=3))[:-1])
 def test_vmap_over_states_ids_and_arguments(batched, chunk_size):

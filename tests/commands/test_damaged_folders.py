@@ -58,6 +58,7 @@ def nested(path: Path) -> None:
 SHOWN = ("config.json", METRICS, "goodput.json", "islands.json", "owner.json", ".lock")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("make", [pipe, device, sparse, nested])
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_file_that_is_no_regular_json_is_told_or_left_out(

@@ -41,6 +41,7 @@ def _table(rows: int, seed: int = 0) -> pa.Table:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "flags",
     [

@@ -15,6 +15,7 @@ def _write(path: Path, values: Any) -> None:
     path.write_text("x,y\n" + "".join(f"{value},{k}\n" for k, value in enumerate(values)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize(
     ("form", "other", "told"),

@@ -124,7 +124,8 @@ def small(exported, tmp_path):
     return Path(shutil.copytree(exported("FedAvg")[3], tmp_path / "round"))
 
 
-@pytest.mark.parametrize("participants", [[0, 1, 2, 3], [1, 3], []], ids=str)
+@pytest.mark.each_value
+@pytest.mark.parametrize("participants", [[0, 1, 2, 3], [], [1, 3]], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_exported_stages_equal_the_stages(name, participants, exported):
     args, stages, artifact, _ = exported(name)

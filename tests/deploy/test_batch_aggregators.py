@@ -32,7 +32,7 @@ AGGREGATORS = {
     "trimmed_mean": aggregators.trimmed_mean(0.2),
     "krum": aggregators.krum(1),
 }
-FAST = ("private_mean", "sign", "secure_mean")
+FAST = ("private_mean", "sign")
 NAMES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in AGGREGATORS]
 
 

@@ -23,7 +23,7 @@ from fedpax.deploy.batch_job import make_work
 from fedpax.deploy.batch_work import check_clients, split_states, stack_states
 from fedpax.deploy.encoded_values import decode_values, encode_values
 
-FAST = ("poisson", "scaffold", "three stages")
+FAST = ("scaffold", "three stages")
 
 
 @pytest.mark.parametrize(

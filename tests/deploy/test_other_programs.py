@@ -19,6 +19,9 @@ from fedpax.deploy.nodes.round_server import RoundServer, Rules
 from fedpax.deploy.round_program import parse_program
 
 ROUNDS = 3
+# `run_local` runs each program in the fast tests, and each engine this one, of two stages.
+FAST = "standardized"
+FEW = [n if n == FAST else pytest.param(n, marks=pytest.mark.slow) for n in others.PROGRAMS]
 
 
 @functools.cache
@@ -55,14 +58,14 @@ def test_each_participant_by_itself_equals_the_compiled_rounds(name):
     assert_equal_rounds(collected, expected_of(name))
 
 
-@pytest.mark.parametrize("name", others.PROGRAMS)
+@pytest.mark.parametrize("name", FEW)
 def test_a_batch_job_equals_the_compiled_rounds(name):
     program, state = others.PROGRAMS[name].round, others.state_of(name)
     result = run_in_a_loop(program, state, clients=others.open_clients, rounds=ROUNDS)
     assert_equal_rounds(result, expected_of(name))
 
 
-@pytest.mark.parametrize("name", others.PROGRAMS)
+@pytest.mark.parametrize("name", FEW)
 def test_nodes_equal_the_compiled_rounds(name, tmp_path):
     program = parse_program(pack(name))
     network = LocalNetwork(program, tmp_path)

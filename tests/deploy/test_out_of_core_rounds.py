@@ -21,7 +21,13 @@ class Counted:
 
 @pytest.mark.parametrize(
     ("name", "chunk_size"),
-    [("fedavg", 4), ("poisson", 2), ("scaffold", 3), ("diloco", 1), ("three stages", 2)],
+    [
+        pytest.param("fedavg", 4, marks=pytest.mark.slow),
+        ("poisson", 2),
+        ("scaffold", 3),
+        ("diloco", 1),
+        ("three stages", 2),
+    ],
 )
 def test_rounds_equal_the_compiled_rounds(name, chunk_size):
     program, state, open_clients = CASES[name]()

@@ -143,10 +143,10 @@ def test_numbers_are_measured_in_their_own_unit(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("mean", "private_mean", "secure_mean", "krum", "coordinate_median", "compressed_mean"),
+        *("mean", "private_mean", "secure_mean", "coordinate_median", "compressed_mean"),
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("clipped_mean", "private_secure_mean", "trimmed_mean", "bulyan",
+            for name in ("clipped_mean", "krum", "private_secure_mean", "trimmed_mean", "bulyan",
                          "geometric_median", "quantized_mean")
         ),
     ],
@@ -181,7 +181,7 @@ def test_private_statistics_need_ranges_and_noise_of_their_own(folder: Path) -> 
     assert (column.mean, column.scale) == (60, 60)
 
 
-@pytest.mark.parametrize("name", ["ditto", "hypcluster"])
+@pytest.mark.parametrize("name", [pytest.param("ditto", marks=pytest.mark.slow), "hypcluster"])
 def test_personal_models_are_evaluated_on_their_own_examples(folder: Path, name: str) -> None:
     experiment = make(folder, "outcome", method=method(name), size=5)
     run = experiment.build()

@@ -240,6 +240,7 @@ def test_a_model_of_no_family_is_exported_by_orbax(tmp_path: Path) -> None:
         chex.assert_trees_all_equal(checkpointer.restore(tmp_path / "out" / "params"), params)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_scaled_embeddings_are_exported_with_their_scale(

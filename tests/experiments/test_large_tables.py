@@ -46,6 +46,7 @@ def make_experiment(files: str, label: str, **settings: Any) -> FedAvgTable:
     return dataclasses.replace(fedavg_table(), data=data)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("label", ["y", "score"])
 @pytest.mark.parametrize("split", [False, True])
 def test_blocks_of_a_table_give_the_same_arrays(

@@ -40,6 +40,7 @@ def loss_fn(params, batch):
     return jnp.mean((predicted - batch["y"]) ** 2), {"size": jnp.max(jnp.abs(predicted))}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("method", ["fedavg", "diloco", "quantized"])
 def test_the_bytes_sent_are_those_of_the_compiled_collectives(method: str, weighted: bool):

@@ -85,6 +85,7 @@ def test_convolution_equals_jax_with_both_derivatives(shape: tuple[int, ...]) ->
     assert_close(jax.jit(convolve)(x[0], kernel), ours[0][0])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", [(2, 4, 6, 3), (3, 5, 7, 1)])
 @pytest.mark.parametrize(
     "draw",

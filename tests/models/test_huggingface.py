@@ -87,7 +87,7 @@ def test_files_are_filled_in_the_order_of_the_layers(params: Any, tmp_path: Path
     [
         pytest.param({"fsdp": 2, "tensor": 2, "data": 2}, AUTO, marks=pytest.mark.slow),
         ({"fsdp": 2, "tensor": 2, "data": 2}, EXPLICIT),
-        ({"expert": 2, "stage": 4}, AUTO),
+        pytest.param({"expert": 2, "stage": 4}, AUTO, marks=pytest.mark.slow),
         pytest.param({"clients": 2, "fsdp": 4}, AUTO, marks=pytest.mark.slow),
     ],
     ids=str,

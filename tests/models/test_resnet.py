@@ -78,7 +78,10 @@ def test_logits_equal_numpy(stage_stride: int) -> None:
     np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("config", [ResNetConfig(), SMALL, ResNetConfig(stage_stride=2)])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(ResNetConfig(), marks=pytest.mark.slow), SMALL, ResNetConfig(stage_stride=2)],
+)
 def test_the_parameters_are_those_that_the_configuration_counts(config: ResNetConfig) -> None:
     shapes = jax.eval_shape(resnet(config).init, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.num_params()

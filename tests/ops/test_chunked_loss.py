@@ -32,6 +32,7 @@ def reference(
     ) / mask.sum()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 4, 21, 1000])
 @pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.0), (2.5, 0.3)])
 def test_equals_all_logits_at_once(chunk: int, softcap: float | None, z_loss: float) -> None:

@@ -118,6 +118,7 @@ def test_a_mesh_without_model_axes_leaves_a_value_alone() -> None:
 TYPES = [(AUTO, AUTO), (EXPLICIT, EXPLICIT), (EXPLICIT, AUTO), (AUTO, EXPLICIT)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("way", ["plain", "vmap", "spmd_axis_name", "shard_map"])
 def test_constrain_shards_and_changes_no_value(types: tuple[AxisType, ...], way: str) -> None:

@@ -117,6 +117,7 @@ def test_a_cohort_of_a_large_population_takes_few_draws():
     assert weights[sampled].mean() == pytest.approx(2, rel=0.2)  # E[w**2] / E[w]
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("largest", [1e-320, 1e308])
 def test_tiny_weights_are_sampled_in_proportion(largest):

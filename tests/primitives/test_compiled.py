@@ -66,6 +66,7 @@ def over_clients(text, mesh):
     return [c for c in collectives(text, mesh) if "clients" in c.axes]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fn", [fedavg_round, closing_round], ids=["broadcast", "closure"])
 @pytest.mark.parametrize("kind", ["automatic", "mixed"])
 def test_a_round_reduces_over_the_clients_once(fn, kind, clients_fsdp):
@@ -137,6 +138,7 @@ def test_the_gradient_in_a_closed_over_value_is_one_all_reduce(mesh_only):
     assert result[0].bytes == 4 * 4
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 1}])
 def test_a_participant_alone_on_its_device_keeps_its_conditional(options, mesh_only):
     n = 8 if options else 4
@@ -227,6 +229,7 @@ def double_and_sum(x):
     return 2 * x, jnp.sum(x)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk_size", [1, 4])
 @pytest.mark.parametrize(
     ("fn", "reads_apart"), [(lambda x: 2 * x + 1, False), (double_and_sum, True)]

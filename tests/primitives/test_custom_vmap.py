@@ -74,6 +74,7 @@ def test_forward_mode_and_second_derivatives():
     assert_close(hessian(program), hessian(plain), 1e-4)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk_size", [1, 3])
 def test_chunks_on_every_mesh(chunk_size, current_mesh):
     x, y = normal(2 * N, 3), normal(3, seed=1)

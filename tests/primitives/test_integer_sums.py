@@ -46,6 +46,7 @@ def test_small_integers_are_summed_in_int32_and_unsigned_ones_modulo_2_to_the_32
             total(np.full(N, 2**62))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("sign", ["int", "uint"])
 def test_integers_of_2_and_4_bits_are_reduced_as_int8(sign, bits):

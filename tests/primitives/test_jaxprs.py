@@ -226,6 +226,7 @@ def round_of_four(w, x, n):
     return federated_mean(federated_map(lambda x: jnp.sin(w * x), x), n)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("variant", ["program", "grad", "hessian", "grad of scan"])
 def test_the_jaxpr_on_a_mesh_contains_the_same_primitives(variant, mesh_only):
     fn, args = VARIANTS[variant](round_of_four), (normal(2), normal(4, 2), positive(4))

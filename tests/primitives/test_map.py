@@ -166,6 +166,7 @@ def test_a_closed_over_array_is_an_argument_of_the_jaxpr():
 # ---- custom derivatives inside fn
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["vjp", "jvp"])
 def test_custom_derivatives_are_used(kind, current_mesh):
     factor = jnp.asarray(normal(2, seed=5))  # the derivative rule closes over it
@@ -217,6 +218,7 @@ def test_results_do_not_depend_on_the_chunk_size(chunk_size):
     assert_close(work_and_gradient(chunk_size), work_and_gradient(None))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk_size", [1, 2, "auto"])
 def test_the_chunk_size_counts_participants_per_device(chunk_size, current_mesh):
     n = 12  # three a device
@@ -260,6 +262,7 @@ def test_random_keys_in_chunks_with_a_remainder():
     assert (program(keys) == expected).all()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk_size", [1, 2])
 def test_chunks_keep_the_sharding_of_a_model(chunk_size, current_mesh):
     n = 12  # three a device
@@ -298,6 +301,7 @@ def test_a_chunk_size_of_one_keeps_conditionals():
 # ---- effects
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("factor", [2, None], ids=["doubled", "returned"])
 @pytest.mark.parametrize("chunk_size", [None, 1])
 def test_debug_print_runs_once_per_participant(chunk_size, factor, capfd, current_mesh):

@@ -38,6 +38,7 @@ eager_or_jit = pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eage
 # ---- broadcast
 
 
+@pytest.mark.each_value
 @either
 @eager_or_jit
 @pytest.mark.parametrize("name", ["clients", "XY"])
@@ -102,6 +103,7 @@ def test_a_server_value_that_is_sharded_over_the_placements_axis(kind):
 REDUCTIONS = [federated_sum, federated_mean, fedpax.federated_max]
 
 
+@pytest.mark.each_value
 @either
 @eager_or_jit
 def test_reduced_values_keep_the_model_axes(kind, run):
@@ -116,6 +118,7 @@ def test_reduced_values_keep_the_model_axes(kind, run):
         assert_close(out, np.average(x, axis=0, weights=n))
 
 
+@pytest.mark.each_value
 @either
 @pytest.mark.parametrize("sharded", [P("clients"), P("clients", "model"), P(None, "model"), P()])
 def test_a_map_takes_arguments_of_any_sharding(kind, sharded):
@@ -144,6 +147,7 @@ def test_a_placed_value_sharded_over_the_placements_axis_in_another_dimension(sp
     assert_close(gradient, np.broadcast_to(2 * x.sum(0), (8, 8)), 1e-4)
 
 
+@pytest.mark.each_value
 @either
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_participants_sharded_over_an_axis_of_another_name(kind, chunk_size):
@@ -202,6 +206,7 @@ def test_explicit_arguments_without_a_mesh_in_context():
     assert_close(jax.jit(program)(placed), np.sin(x).mean(0))
 
 
+@pytest.mark.each_value
 @either
 @eager_or_jit
 def test_cohorts_of_several_sizes_on_one_mesh(kind, run):
@@ -285,6 +290,7 @@ def test_a_value_with_both_placement_axes():
 # ---- meshes of one device along the placement, and of mixed axes
 
 
+@pytest.mark.each_value
 @either
 @eager_or_jit
 def test_a_round_on_a_mesh_with_one_device_along_the_placement(kind, run):

@@ -39,6 +39,7 @@ NESTED_MESHES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("axes", [None, *NESTED_MESHES])
 @pytest.mark.parametrize(
     "types",

@@ -94,6 +94,7 @@ def wide(x):
     return np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", REDUCTIONS)
 @pytest.mark.parametrize(
     "dtype",

@@ -18,6 +18,7 @@ def test_the_quotient_rule_in_the_weights():
         assert_close(jax.jit(derivative(weighted_mean, argnums=(0, 1)))(x, w), expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["max", "min"])
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev, jax.hessian])
 def test_an_extremum_has_the_derivative_of_jax_numpy(name, derivative):
@@ -53,6 +54,7 @@ def test_derivatives_keep_the_dtype_of_half_precision(dtype):
     np.testing.assert_allclose(np.asarray(by_value, np.float64), expected, rtol=0.02)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", REDUCTIONS)
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_vmap_over_any_axis(name, axis):
@@ -79,6 +81,7 @@ def test_vmap_over_values_or_weights_or_both(axes):
     assert_close(jax.vmap(weighted_mean, axes)(x, w), jax.vmap(PLAIN_WEIGHTED, axes)(x, w))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("outer", [(0, None), (None, 0), (0, 0)])
 @pytest.mark.parametrize("inner", [(0, 0), (None, 0), (0, None)])
 def test_vmap_of_vmap_keeps_weights_and_values_together(inner, outer):

@@ -148,6 +148,7 @@ def test_every_transformation(name, agrees, current_mesh):
     agrees(name)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["vmap", "hessian"])
 def test_a_transformation_on_a_mesh(name, agrees, mesh_only):
     agrees(name)

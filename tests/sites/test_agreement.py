@@ -132,6 +132,7 @@ class LastWithOtherTypes(FirstWithOtherTypes):
         return super().call(message, timeout)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("has_contract", "line_of_a"),
     [(False, FirstWithOtherTypes), (True, FirstWithOtherTypes), (True, LastWithOtherTypes)],

@@ -31,6 +31,7 @@ def stage_of(method: str) -> Any:
     return divide(algorithm, jax.eval_shape(algorithm.init, params), cohort, None)[0]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", ["fedavg", "scaffold"])
 @pytest.mark.parametrize(
     ("rule", "weight", "fault"),

@@ -17,7 +17,7 @@ from sites.small_experiment import small, train_together
 FEATURES = 600
 
 
-@pytest.mark.parametrize("name", ["compressed", "feedback"])
+@pytest.mark.parametrize("name", [pytest.param("compressed", marks=pytest.mark.slow), "feedback"])
 def test_equal_to_one_program(tmp_path: Path, name: str) -> None:
     sizes = {"a": 1, "b": 1, "c": 2}
     sites = {

@@ -36,6 +36,7 @@ def reference(params, batches):
     return {"loss": loss, "largest": largest}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("count, num_participants", [(1, 1), (5, 1), (5, 4), (2, 4), (8, 4)])
 def test_metrics_are_weighted_means_over_all_batches(count, num_participants, masked):

@@ -78,6 +78,7 @@ def divided(program):
     return fedpax.stages(fedpax.program(clients=N)(program), W, X, WEIGHTS)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("present", PRESENT)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_absent_participants_do_not_count(program, present):

@@ -11,6 +11,7 @@ from fedpax.aggregators import codecs, compressed_mean, mean
 SIZE, CLIENTS = 600, 3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("codec", [codecs.e3m0(), codecs.uniform(8)])
 def test_terms_from_words(codec: codecs.Codec, feedback: bool) -> None:

@@ -37,6 +37,7 @@ def stateful(participants, chunk_size):
     return program, plain
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk_size", [1, 5, N])
 def test_donated_states_are_updated_in_place(chunk_size, current_mesh):
     program, plain = stateful(N, chunk_size)

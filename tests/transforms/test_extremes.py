@@ -192,6 +192,7 @@ def test_gradients_of_nested_extrema():
     close(gradient, jax.grad(plain, (0, 1))(w, x))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk_size", [1, 5, slow(None)])
 def test_an_extremum_is_nan_if_one_participant_is_nan(chunk_size, current_mesh):
     """XLA's all-reduce between simulated devices does not propagate NaN."""
@@ -204,6 +205,7 @@ def test_an_extremum_is_nan_if_one_participant_is_nan(chunk_size, current_mesh):
     close(jax.jit(program(lambda x: [f(x) for f in EXTREMA]))(x), [np.max(x, 0), np.min(x, 0)])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_an_extremum_is_exact_for_any_bits(dtype, current_mesh):
     bits = np.random.default_rng(0).integers(0, 2**32, (N, 500), np.uint32)

@@ -36,7 +36,7 @@ def lower_round(leaves, weights):
     return jax.jit(fedavg_round).lower(params, jnp.ones((2, 2)), jnp.ones(2))
 
 
-@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("weights", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_lowering_is_linear_in_leaves(weights):
     lower_round(2, weights)  # what the first lowering caches
     few = count_calls(lambda: lower_round(50, weights))

@@ -79,6 +79,7 @@ def test_memory_is_flat_without_checkpoint():
     assert per_client <= 8  # the weights, not the updates
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk_size", [1, 4, None])
 @pytest.mark.parametrize(
     "aggregator",

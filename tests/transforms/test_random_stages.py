@@ -74,7 +74,7 @@ def close(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-FEW = 4
+FEW = 2
 
 
 @pytest.mark.parametrize(

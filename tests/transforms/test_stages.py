@@ -36,6 +36,7 @@ def agree(actual, expected, present=None):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "name", [n if n in FAST else slow(n) for n in sorted(PROGRAMS.keys() - REFUSED)]
 )

@@ -87,6 +87,7 @@ def test_a_batched_program_stores_nothing():
     same(batched, plain, x, ws)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("run", ["jitted", "out of core"])
 def test_a_stored_value_has_its_axes_where_the_program_put_them(run, current_mesh):
     """Returned, read by the server and by a later phase, with the participants in the middle."""

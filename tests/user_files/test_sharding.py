@@ -54,6 +54,7 @@ def prepare_shards(
     return sizes
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_shards", [1, 3, 40])
 @pytest.mark.parametrize("client", ["user", None])
 def test_values_of_every_type_are_those_of_prepare(

@@ -124,6 +124,7 @@ def test_top_k_equals_numpy():
     np.testing.assert_array_equal(decoded[0], expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("total", [4, 2**16])  # entries of a large array are searched in groups
 @pytest.mark.parametrize(
     ("entries", "sent"), [(1, 1), (31, 1), (40, 40), (64, 40), (129, 3), (1000, 16), (4096, 1)]

@@ -60,6 +60,7 @@ def sites(request: pytest.FixtureRequest, tmp_path: Path) -> Sites:
     return sites
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("passed", [False, True])
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_an_island_of_the_lost_history_takes_the_model(
@@ -109,6 +110,7 @@ def test_an_island_that_has_no_lost_merge_keeps_its_progress(
     assert sites.reports[-1].islands == ("b",)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("of_lost_history", [True, False])
 def test_an_island_that_starts_again_from_its_checkpoint(
     sites: Sites, of_lost_history: bool

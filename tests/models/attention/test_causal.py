@@ -56,6 +56,7 @@ def plain(sliding_window: int | None, packed: bool) -> Any:
     return function
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("implementation", ["einsum", "xla", "auto"])
 @pytest.mark.parametrize(
     ("sliding_window", "packed"),

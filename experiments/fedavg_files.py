@@ -16,6 +16,7 @@ from fedpax.checks import NonNegative
 from fedpax.clients.cohort import Cohort
 from fedpax.console import count_of
 from fedpax.data import ClientSampler, Partition
+from fedpax.data.client_examples import OpenFiles, PreparedFiles
 from fedpax.data.rounds.labeled_examples import Preprocess, read_batches
 from fedpax.data.tables import Label
 from fedpax.deploy.batch_training import NEW, HeldoutClients
@@ -47,7 +48,7 @@ from fedpax.models.losses import (
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.mesh_rule import ShardedSize
 from fedpax.path_patterns import expand_home
-from fedpax.settings.client_files import FilesConfig, OpenFiles, PreparedFiles, open_files
+from fedpax.settings.client_files import FilesConfig
 from fedpax.settings.client_methods import KEPT, fine_tuned_models, sum_fine_tuned
 from fedpax.sites.contract import ClientRange, SiteRun
 from fedpax.training.client_metrics import (
@@ -127,13 +128,13 @@ class FedAvgFiles(ClientExperiment):
         from fedpax.user_files.finding import find_files
 
         if not self._is_site and self.saved_inputs is None:
-            return open_files(self.data)
+            return self.data.open()
         # One file of a site or of an evaluation is a client, named as one of several is.
         if len(self.data.files) == 1 and (folder := expand_home(self.data.files[0])).is_dir():
-            return open_files(self.data, folder.name)
-        split = "train" if any("{split}" in file for file in self.data.files) else None
+            return self.data.open(folder.name)
+        split = "train" if self.data.has_split else None
         files = find_files(self.data.files, split)
-        return open_files(self.data, files[0].name if files else None)
+        return self.data.open(files[0].name if files else None)
 
     @property
     @abc.abstractmethod

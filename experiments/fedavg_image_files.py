@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.checks import Count
 from fedpax.data import load
+from fedpax.data.client_examples import PreparedFiles
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess, preprocess_images
 from fedpax.data.tables import Label, infer_label, parse_treatment
 from fedpax.data.tables.shared_treatment import (
@@ -77,25 +78,6 @@ class ImagesConfig(FilesConfig):
                 f"data.columns={' '.join(self.columns)}, expected only the classes of the label. "
                 f"Set for example --data.columns '{self.label}=category(A|B)'."
             )
-
-
-class PreparedImages(NamedTuple):
-    """Images as arrays."""
-
-    # `image`, uint8 or float32 `[examples, height, width, channels]`, and `label`, int32
-    examples: Mapping[str, NDArray[Any]]
-    label: Label
-    notes: Sequence[str]  # lines that tell the sizes and the label
-    cautions: Sequence[str] = ()  # lines on a model of an earlier version
-
-    @property
-    def labels(self) -> NDArray[Any]:
-        """The labels of all examples."""
-        return self.examples["label"]
-
-    def read(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Return some images and labels."""
-        return {name: values[rows] for name, values in self.examples.items()}
 
 
 def _to_images(column: Any, data: ImagesConfig) -> NDArray[Any]:
@@ -195,8 +177,8 @@ class FedAvgImageFiles(FedAvgFiles):
         return infer_label(name, values, "classification", stated, min_classes=min_classes)
 
     @functools.cached_property
-    def prepared(self) -> PreparedImages:
-        """The images as arrays."""
+    def prepared(self) -> PreparedFiles:
+        """The images, `[examples, height, width, channels]`, and the labels, int32, as arrays."""
         images, saved = self.images, self.saved_inputs
         made = self._infer_label(2) if saved is None else Label.from_json(saved["label"])
         if tuple(self.image_shape) != images.shape[1:]:
@@ -208,8 +190,9 @@ class FedAvgImageFiles(FedAvgFiles):
             )
         height, width = images.shape[1:3]
         note = f"{len(made.classes):,} classes, images of {height} x {width}"
-        examples = {"image": images, "label": made.encode(self.opened.columns[made.name])}
-        return PreparedImages(examples, made, (note,), self._caution_of_version())
+        labels = made.encode(self.opened.columns[made.name])
+        examples = {"image": images, "label": labels}
+        return PreparedFiles(examples, labels, made, (note,), self._caution_of_version())
 
     def _caution_of_version(self) -> Sequence[str]:
         """Tell of a model from before held-out images were chosen by their bytes."""
@@ -218,8 +201,7 @@ class FedAvgImageFiles(FedAvgFiles):
         data, saved, stored = self.data, self.saved_inputs, self.opened.columns.stored
         by_bytes = hash_column(data.image) in stored.column_names
         by_bytes |= can_be_encoded(stored.schema.field(data.image).type)
-        in_path = any("{split}" in file for file in data.files)
-        if saved is None or HELD_OUT_BY in saved or not by_bytes or in_path:
+        if saved is None or HELD_OUT_BY in saved or not by_bytes or data.has_split:
             return ()
         return (
             "the model is of an earlier version, which chose held-out images by their pixels and "

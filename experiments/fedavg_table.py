@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedpax.checks import COUNT
+from fedpax.console import first_ten
 from fedpax.data.rounds.labeled_examples import Arrays
-from fedpax.data.tables import TableFeatures
+from fedpax.data.tables import Label, TableFeatures
+from fedpax.data.tables.prepared_table import PreparedTable, encode_table, fit_table, split_label
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.experiments.parts.file_experiments import saved_content
@@ -24,15 +26,9 @@ from fedpax.experiments.parts.site_experiments import (
 )
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.nnx_functional import FunctionalModel
+from fedpax.path_patterns import escape_commas
 from fedpax.settings.cohort_settings import CohortConfig
-from fedpax.settings.table_data import (
-    PreparedTable,
-    TableConfig,
-    apply_saved_table,
-    describe_disclosures,
-    needs_statistics,
-    prepare_table,
-)
+from fedpax.settings.table_data import TableConfig
 from fedpax.sites.contract import ClientRange, Question
 from fedpax.training.training_config import TrainingConfig
 
@@ -65,9 +61,35 @@ class FedAvgTable(FedAvgFiles):
     @functools.cached_property
     def prepared(self) -> PreparedTable:
         """The table as arrays."""
-        if self.saved_inputs is not None:
-            return apply_saved_table(self.data, self.opened, self.saved_inputs)
-        return prepare_table(self.data, self.opened, self.aggregator, self.cohort.seed)
+        data, table = self.data, self.opened
+        if (saved := self.saved_inputs) is not None:
+            label = Label.from_json(saved["label"])
+            features = TableFeatures.from_json(saved["columns"])
+            for column in features.columns:
+                if (name := column.treatment.name) not in {*table.columns}:
+                    raise ArgumentError(
+                        f"data.files={' '.join(data.files)} has no column {name!r}, which the "
+                        "model was trained with. Add it, or set --data.optional_columns "
+                        f"'{escape_commas(name)}': its values are then missing."
+                    )
+            return encode_table(table, features, label)
+        label = data.label_of(table)
+        treatments = data.with_label(data.treatments_of(table), label)
+        combine = self.aggregator.for_statistics(self.cohort.seed, len(self.training_parts))
+        fitted = fit_table(
+            table,
+            treatments,
+            **combine._asdict(),
+            standardize=data.standardize,
+            min_clients=data.category_clients,
+        )
+        features, label = split_label(fitted, label)
+        if not features.names:
+            raise ArgumentError(
+                f"data.files={' '.join(data.files)} has no column that is a feature, expected at "
+                f"least one beside {data.label!r}. State treatments: --data.columns NAME=category."
+            )
+        return encode_table(table, features, label, treatments)
 
     @property
     def features(self) -> TableFeatures:
@@ -114,13 +136,50 @@ class FedAvgTable(FedAvgFiles):
 
     @property
     def releases_before(self) -> int:
-        """The release of the statistics of numbers, if there are any."""
-        return int(needs_statistics(self.data, self.features, self.label))
+        """The release of means and variances before the first round, if there are any."""
+        kinds = {column.treatment.kind for column in self.features.columns}
+        has_numbers = not kinds.isdisjoint(("number", "date")) or self.label.task == "regression"
+        return int(self.data.standardize == "federated" and has_numbers)
 
     @property
     def disclosures(self) -> Sequence[str]:
-        """Lines on the facts about columns that clients disclose."""
-        return describe_disclosures(self.data, self.features, self.label)
+        """Lines on what clients of a private run tell of their columns, and how to state it."""
+        data, label, lines = self.data, self.label, []
+        if self.releases_before:
+            lines.append(
+                "the means and variances are one more private release, which epsilon counts"
+            )
+        treatments = [column.treatment for column in self.features.columns]
+        if guessed := [t for t in treatments if t.reason != "stated"]:
+            lines.append(
+                f"not private: the kinds of {first_ten(repr(t.name) for t in guessed)}, which "
+                "follow from values; state them: --data.columns "
+                f"'{guessed[0].name}={guessed[0].kind}'"
+            )
+        if data.stated_label is None and data.task is None:
+            lines.append(
+                f"not private: whether {label.name!r} is a class or a number, which follows from "
+                f"values; state it: --data.task={label.task}"
+            )
+        open_ = [t.name for t in treatments if t.kind == "category" and not t.values]
+        if label.classes and (data.stated_label is None or data.stated_label.values is None):
+            open_.append(label.name)
+        if open_ := sorted(open_):
+            lines.append(
+                f"not private: the set of values of {first_ten(map(repr, open_))}, which clients "
+                f"disclose; state it: --data.columns '{open_[0]}=category(A|B)'"
+            )
+        columns = self.features.columns
+        if optional := [c for c in columns if c.treatment.missing != "error"]:
+            having = [c.treatment.name for c in optional if c.has_missing]
+            first, shown = optional[0].treatment, f"{len(having) or 'none'} of {len(optional)}"
+            shown += f": {first_ten(map(repr, having))}" if having else ""
+            lines.append(
+                f"not private: which columns have missing values ({shown}), which clients "
+                "disclose; to disclose none, fill in all values, and state --data.columns "
+                f"'{first.name}={first._replace(missing='error').describe()}'"
+            )
+        return lines
 
     def make_model(self) -> FunctionalModel:
         """Make the regression, which begins from 0, or the multilayer perceptron."""

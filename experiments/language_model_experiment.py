@@ -46,11 +46,11 @@ from fedpax.parallel.axes import shardings
 from fedpax.path_patterns import expand_home
 from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.paths import latest_round, resolve_folder
-from fedpax.settings.file_remedies import with_flags
 from fedpax.text.chat_template import TEMPLATE_FILE, find_chat_template
 from fedpax.text.tokenizer_json import VOCAB_SIZE
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment
+from fedpax.user_files.file_remedies import with_flags
 from fedpax.user_files.formats import LoadOptions, is_files, parse_types
 
 

@@ -16,7 +16,6 @@ from fedpax.deploy.nodes.node import Node, OneParticipant
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.run_files.configuration import read_configuration
-from fedpax.settings.client_files import open_files
 from fedpax.training.experiment import Experiment, Run
 from fedpax.user_files.finding import find_files
 
@@ -118,7 +117,7 @@ def _with_own_files(experiment: Experiment, node: Node, files: str) -> FedAvgFil
     # held out.
     is_folder = len(names) == 1 and Path(names[0]).is_dir()
     one_client = None if is_folder else find_files(names, None)[0].name
-    at_node.__dict__["opened"] = open_files(data, one_client)
+    at_node.__dict__["opened"] = data.open(one_client)
     return at_node
 
 

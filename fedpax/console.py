@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
@@ -24,6 +24,12 @@ _ESCAPES = {code: f"\\x{code:02x}" for code in _CONTROLS} | {
 def count_of(number: float, noun: str) -> str:
     """Return a number with its noun."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def first_ten(texts: Iterable[str]) -> str:
+    """Join texts by commas; beyond ten, tell how many more there are."""
+    shown = list(texts)
+    return ", ".join(shown[:10]) + (f" and {len(shown) - 10} more" if len(shown) > 10 else "")
 
 
 def open_closed_streams() -> None:

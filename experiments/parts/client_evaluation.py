@@ -24,13 +24,13 @@ from fedpax.data import (
     cohort_rounds,
     partition_natural,
 )
+from fedpax.data.client_examples import OpenFiles
 from fedpax.data.rounds.labeled_examples import Preprocess
 from fedpax.data.rounds.stream_parts import LocalRows, addressable_rows
 from fedpax.data.tables import Label
 from fedpax.deploy.batch_training import HeldoutClients
 from fedpax.errors import ArgumentError
 from fedpax.models.losses import ModelLoss
-from fedpax.settings.client_files import OpenFiles
 from fedpax.text.packing import Batch as TextBatch
 from fedpax.training.client_metrics import (
     ClientMetrics,

@@ -17,14 +17,16 @@ from numpy.typing import NDArray
 
 from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
+from fedpax.console import first_ten
 from fedpax.data import CohortRounds
+from fedpax.data.client_examples import OpenFiles, PreparedFiles
 from fedpax.data.rounds.cohort_stream import client_steps, shorter_lengths
 from fedpax.data.tables import Label, TableFeatures
 from fedpax.errors import ArgumentError
 from fedpax.models.losses import ModelLoss
 from fedpax.run_files.paths import write_atomically
 from fedpax.settings.client_aggregators import AggregatorConfig
-from fedpax.settings.client_files import FilesConfig, OpenFiles, PreparedFiles
+from fedpax.settings.client_files import FilesConfig
 from fedpax.settings.client_methods import MODELS, MethodConfig
 from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.training.exchanged_bytes import tree_bytes
@@ -159,8 +161,7 @@ def _note_classes(prepared: PreparedFiles, opened: OpenFiles) -> list[str]:
         for name, chosen in parts.items():
             counts = np.bincount(prepared.labels[chosen], minlength=len(label.classes))
             if chosen.any() and (none := np.flatnonzero(counts == 0)).size:
-                shown = ", ".join(repr(label.classes[k]) for k in none[:10])
-                shown += f" and {len(none) - 10} more" if len(none) > 10 else ""
+                shown = first_ten(repr(label.classes[k]) for k in none)
                 notes.append(f"no {name} example of {label.name!r} {shown}")
     return notes
 

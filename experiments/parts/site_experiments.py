@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 import fedpax
 from fedpax.clients.cohort import Cohort, CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition
+from fedpax.data.client_examples import OpenFiles
 from fedpax.data.tables.features import (
-    TableFeatures,
     assemble_features,
     numeric_bounds,
     numeric_columns,
@@ -30,12 +30,12 @@ from fedpax.data.tables.moments import (
     moments_of_ranges,
     moments_steps,
 )
+from fedpax.data.tables.prepared_table import split_label
 from fedpax.data.tables.shared_treatment import (
     CLASSES,
     KIND,
     LABEL,
     NUMBERS,
-    AgreedTable,
     agree_on_table,
     column_property,
     describe_kind,
@@ -48,15 +48,7 @@ from fedpax.experiments.parts.file_experiments import saved_content
 from fedpax.path_patterns import escape_commas
 from fedpax.populations.client_arrays import ComputedPartition
 from fedpax.settings.client_aggregators import AggregatorConfig
-from fedpax.settings.client_files import OpenFiles
-from fedpax.settings.table_data import (
-    TableConfig,
-    number_label,
-    stated_label,
-    statistics_aggregator,
-    table_label,
-    table_treatments,
-)
+from fedpax.settings.table_data import TableConfig
 from fedpax.sites.agreement import Needed
 from fedpax.sites.contract import ClientRange, Question
 from fedpax.transforms.stages import Stages
@@ -66,9 +58,9 @@ Json = Mapping[str, Any]
 
 def describe_site_table(data: TableConfig, table: OpenFiles) -> dict[str, Any]:
     """Return what a site tells of the columns of its training examples."""
-    label = table_label(data, table, min_classes=1)
-    treatments = table_treatments(data, table)
-    stated = stated_label(data)
+    label = data.label_of(table, min_classes=1)
+    treatments = data.treatments_of(table)
+    stated = data.stated_label
     has_classes = stated is not None and stated.values is not None
     training, owners = _training_examples(table, table.columns)
     return describe_table(training, treatments, owners, label, has_classes)
@@ -105,7 +97,7 @@ def _needed(column: str) -> Needed:
 
 def stated_properties(data: TableConfig) -> dict[str, str]:
     """Return what `table_properties` returns of the label and columns that are stated."""
-    label, treatments = stated_label(data), map(parse_treatment, data.columns)
+    label, treatments = data.stated_label, map(parse_treatment, data.columns)
     stated = {
         column_property(t.name): describe_kind(t)
         for t in treatments
@@ -128,9 +120,9 @@ def agree_on_features(
         task=data.task,
     )
     used = [t for t in agreed.treatments if t.kind != "left_out"]
-    columns = _with_label(data, used, agreed)
+    columns = data.with_label(used, agreed.label)
     num_clients = sum(int(d["clients"]) for d in descriptions)
-    combine = statistics_aggregator(config, seed, num_clients)
+    combine = config.for_statistics(seed, num_clients)
     numeric = numeric_columns(columns)
     needed = combine.limit is not None or data.standardize == "range"
     bounds = numeric_bounds(numeric, needed=needed)
@@ -158,11 +150,7 @@ def agree_on_features(
             divided, types = _moments_stages(config, seed, num_clients, len(numeric), scaling)
             combined = yield Question(settings, divided, types)
     features = assemble_features(columns, moments, agreed.categories, agreed.missing)
-    label = agreed.label
-    if label.task == "regression":
-        *kept, last = features.columns
-        features = TableFeatures(tuple(kept))
-        label = Label(label.name, label.task, (), last.mean, last.scale, label.reason)
+    features, label = split_label(features, agreed.label)
     if not features.names:
         raise ArgumentError(
             "The tables of the sites have no column that is a feature, expected at least one "
@@ -204,7 +192,7 @@ def _check_question(
 
     Values that are clipped to chosen bounds would tell single values.
     """
-    known = {t.name: t for t in (*table_treatments(data, table), number_label(data))}
+    known = {t.name: t for t in (*data.treatments_of(table), data.number_label)}
     for place, treatment in enumerate(numeric):
         here = known.get(treatment.name)
         if here is not None and here.reason == "no values":
@@ -229,19 +217,10 @@ def _check_question(
             )
 
 
-def _with_label(
-    data: TableConfig, used: Sequence[Treatment], agreed: AgreedTable
-) -> list[Treatment]:
-    """Add a number to predict: its mean and deviation are released with all others."""
-    if agreed.label.task == "classification":
-        return list(used)
-    return [*used, number_label(data)]
-
-
 def _moments_stages(
     config: AggregatorConfig, seed: int, num_clients: int, num_columns: int, scaling: Scaling
 ) -> tuple[Stages, tuple[Any, ...]]:
-    combine = statistics_aggregator(config, seed, num_clients).aggregator
+    combine = config.for_statistics(seed, num_clients).aggregator
     rows: Any = jax.ShapeDtypeStruct((num_clients, num_columns), jnp.float32)
     types = Averages(rows, rows, rows), jax.ShapeDtypeStruct((num_clients,), jnp.float32)
     program = averages_program(num_clients, combine, scaling.factor)

@@ -25,6 +25,7 @@ from fedpax.commands.parts.saved_run import (
     read_saved_run,
 )
 from fedpax.console import print_error, print_line
+from fedpax.data.client_examples import OpenFiles
 from fedpax.deploy.batch_training import RunRounds, evaluate_in_batches, for_workers, open_heldout
 from fedpax.deploy.flower.app_files import run_flower
 from fedpax.errors import UsageError
@@ -32,7 +33,7 @@ from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.reports.client_report import clients_json, format_clients, plot_clients
 from fedpax.run_files.metrics import with_quantiles
 from fedpax.run_files.paths import write_atomically
-from fedpax.settings.client_files import describe_measured
+from fedpax.settings.client_files import FilesConfig
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.experiment import Run
 from fedpax.training.progress import describe_devices, format_metrics
@@ -84,7 +85,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     metrics = {name: float(value) for name, value in with_quantiles(evaluation).items()}
     print_line(f"{saved.exp} round {number}: held-out {format_metrics(metrics)}")
     if isinstance(saved.experiment, FedAvgFiles) and not on_flower:  # nodes have their own
-        print_line(describe_measured(saved.experiment.data, saved.experiment.opened))
+        print_line(_describe_measured(saved.experiment.data, saved.experiment.opened))
     if clients is not None:
         print_line(format_clients(clients))
         if picture:
@@ -154,3 +155,31 @@ def measure_clients(run: Run, params: Params, folder: Path, number: int) -> Clie
     if shared is None:
         return evaluated._replace(metrics=personal)
     return shared._replace(metrics={**shared.metrics, **personal})
+
+
+def _describe_measured(data: FilesConfig, opened: OpenFiles) -> str:
+    """Return how many of the examples an evaluation measures, and how to measure more."""
+    held_out, count = int((~opened.training).sum()), len(opened.owners)
+    words = f"measured {held_out:,} of {count:,} examples: the held-out part"
+    if data.has_split:
+        return words
+    most = _most_heldout(data, opened)
+    if most is None or most <= data.heldout_fraction:
+        return words
+    return f"{words}; on these files, --data.heldout_fraction={most:g} measures the most"
+
+
+def _most_heldout(data: FilesConfig, opened: OpenFiles) -> float | None:
+    """Return the largest of some fractions that leaves an example to train on, as a run needs."""
+    if len(opened.owners) > 10_000:
+        return 0.99
+    from fedpax.user_files.held_out import held_out
+
+    table, rows = opened.columns.stored, opened.columns.rows
+    content = table if data.partition is None else table.drop_columns([opened.client])
+    for fraction in (0.99, 0.9, 0.8, 0.5):
+        chosen = held_out(content, fraction)
+        chosen = chosen if rows is None else chosen[rows]
+        if not chosen[~opened.is_new[opened.owners]].all():
+            return fraction
+    return None

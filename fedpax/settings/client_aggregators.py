@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from fedpax import aggregators
 from fedpax.aggregators import Aggregator, chain, codecs
@@ -37,6 +37,20 @@ def _required(codec: str) -> list[str]:
         for name in CODEC_DEFAULTS
         if name in parameters and parameters[name].default is inspect.Parameter.empty
     ]
+
+
+NOISY_DEVIATION = 0.1
+"""With noise, the least deviation of a column as a share of half its range."""
+
+
+class StatisticsAggregator(NamedTuple):
+    """The aggregator of means and variances, as arguments of `fit_features`."""
+
+    aggregator: Aggregator
+    # `number of entries -> largest absolute value of an entry`, or None if the aggregator limits no
+    # update
+    limit: Callable[[int], float] | None = None
+    least_deviation: float = 0.0  # the least deviation of a column as a share of half its range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +107,28 @@ class AggregatorConfig(FunctionSettings):
             }
         )
         return aggregator
+
+    def for_statistics(self, seed: int, num_clients: int) -> StatisticsAggregator:
+        """Make the aggregator of means and variances of a run.
+
+        It is the aggregator of the run: private, secure or robust. Two differ: one that compresses
+        is replaced by the mean, because these are few numbers, sent once. A clipping norm that
+        follows a quantile stays at its first value.
+        """
+        settings: Any = self
+        fields = {field.name for field in dataclasses.fields(self)}
+        if {"codec", "num_levels"} & fields:
+            settings = aggregator("mean")
+        elif "quantile" in fields and settings.quantile is not None:
+            settings = dataclasses.replace(settings, quantile=None)
+        settings.check_cohort(num_clients)
+        made = settings.make((seed + 0x5EED5) % 2**31, num_clients)
+        if "max_norm" in fields:
+            least = NOISY_DEVIATION if getattr(settings, "noise_multiplier", 0) else 0.0
+            return StatisticsAggregator(made, lambda n: settings.max_norm / n**0.5, least)
+        if "max_value" in fields:
+            return StatisticsAggregator(made, lambda n: settings.max_value)
+        return StatisticsAggregator(made)
 
     def limits(self, cohort_size: int) -> Mapping[str, int]:
         """Return the largest value of each setting that the size of a cohort limits, by name."""

@@ -20,9 +20,7 @@ from fedpax.main import main
 from fedpax.models.losses import classification_loss, squared_error_loss
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.settings.client_aggregators import AggregatorConfig, aggregator
-from fedpax.settings.client_files import open_files
 from fedpax.settings.client_methods import method
-from fedpax.settings.table_data import statistics_aggregator
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +168,8 @@ def test_private_statistics_need_ranges_and_noise_of_their_own(folder: Path) -> 
     private = aggregator("private_mean", noise_multiplier=0.5)
     with pytest.raises(ValueError, match=r"2 columns of numbers or dates have no range, such as"):
         _ = make(folder, "outcome", aggregator=private).prepared
-    first = statistics_aggregator(private, 0, 12).aggregator
-    again = statistics_aggregator(private, 0, 12).aggregator
+    first = private.for_statistics(0, 12).aggregator
+    again = private.for_statistics(0, 12).aggregator
     assert first is not again
     ranged = make(
         folder, "outcome", aggregator=private, standardize="range",
@@ -276,13 +274,13 @@ def test_splits_in_paths(folder: Path, tmp_path: Path) -> None:
 def test_a_partition_makes_the_clients(folder: Path) -> None:
     flags = [f"--data.files={folder}/*.csv", "--data.label=outcome"]
     data = configure("fedavg_table", [*flags, "--data.partition=dirichlet:0.5:7"]).data
-    result = open_files(data)
+    result = data.open()
     expected = load(folder / "*.csv", label="outcome", partition="dirichlet:0.5:7")
     assert result.names == [str(k) for k in range(7)]
     np.testing.assert_array_equal(np.bincount(result.owners), np.diff(expected.client_starts))
     split = dataclasses.replace(data, files=(f"{folder}/{{split}}.csv",))
     with pytest.raises(ValueError, match=r"data.partition='dirichlet:0.5:7' divides the examples"):
-        open_files(split)
+        split.open()
 
 
 def test_a_partition_of_a_prepared_folder_is_an_index(folder: Path, tmp_path: Path) -> None:

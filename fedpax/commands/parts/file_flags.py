@@ -13,7 +13,7 @@ from absl import flags
 from fedpax.commands.parts.options import did_you_mean_flag, parse
 from fedpax.errors import FedpaxError, UsageError
 from fedpax.path_patterns import split_names
-from fedpax.settings.file_remedies import with_flags
+from fedpax.user_files.file_remedies import with_flags
 from fedpax.user_files.formats import FILE_NAME, parse_types
 
 if TYPE_CHECKING:

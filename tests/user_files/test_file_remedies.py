@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedpax.data import load
-from fedpax.settings.file_remedies import with_flags
+from fedpax.user_files.file_remedies import with_flags
 from fedpax.user_files.table_source import check_columns
 
 

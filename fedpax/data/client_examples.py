@@ -154,22 +154,9 @@ def open_client_files(
     """Read files, and decide which examples are held out; `FilesConfig` has the settings."""
     # `heldout_split` is the split that is held out, or None if a hash chooses the examples.
     # `one_client` names the client of one file that has no clients; without it, such a file raises.
-    # One name alone can be the folder of a prepared data set.
-    named = files[0] if len(files) == 1 else files
-    splits = [None] if heldout_split is None else ["train", heldout_split]
-    sources = [_load(named, options._replace(split=split)) for split in splits]
-    client, label = sources[0].client, options.label
+    source, client, of_heldout = _open_splits(files, options, heldout_split, one_client)
+    label = options.label
     assert label is not None
-    if client is None and one_client is None:
-        others = [name for name in sources[0].fields if name != label]
-        raise ArgumentError(
-            f"data.files={' '.join(files)} is one table without clients, expected the column "
-            "that names an example's client. Set --data.client to one of "
-            f"{', '.join(map(repr, others))}, or name several files, such as "
-            "--data.files='FOLDER/*.csv', of which each is a client."
-        )
-    source, of_heldout = _join(sources, client, one_client)
-    client = client or "client"
     rows: Any = None
     skipped = is_missing(source.table.column(label))
     if skipped.any():
@@ -177,14 +164,20 @@ def open_client_files(
             first = source.table.column(client)[int(np.argmax(skipped))].as_py()
             raise ArgumentError(missing_label_message(label, skipped, f" of {client} {first!r}"))
         rows = np.flatnonzero(~skipped)
-    in_order = options.partition is not None  # the examples need not be sorted by client
-    names, owners = _clients(source.table.column(client), rows, in_order=in_order)
+    from fedpax.user_files.columns import encode_values
+    from fedpax.user_files.held_out import held_out
+    from fedpax.user_files.table_source import ClientNames
+
+    of_rows = source.table.column(client)
+    values, owners = encode_values(of_rows if rows is None else of_rows.filter(~skipped))
+    if heldout_split is not None:  # the clients of the training split are first
+        in_order = np.argsort(np.unique(owners, return_index=True)[1])
+        values, owners = values.take(in_order), np.argsort(in_order)[owners]
+    names = [str(name) for name in ClientNames(values)]
     # Sorted by client again: the held-out split followed the training split.
     if (owners[1:] < owners[:-1]).any():
         order = np.argsort(owners, kind="stable")
         rows, owners = order if rows is None else rows[order], owners[order]
-    from fedpax.user_files.held_out import held_out
-
     # Clients that a partition made are no content: equal examples are on one side.
     stored = source.stored
     content = stored if options.partition is None else stored.drop_columns([client])
@@ -234,10 +227,23 @@ def _load(files: Any, options: LoadOptions) -> Any:
         raise
 
 
-def _join(
-    sources: Sequence[Any], client: str | None, one_client: str | None
-) -> tuple[Any, Bool[np.ndarray, " examples"]]:
-    """Concatenate the tables of the splits, and tell the examples of the second one."""
+def _open_splits(
+    files: Sequence[str], options: LoadOptions, heldout_split: str | None, one_client: str | None
+) -> tuple[Any, str, Bool[np.ndarray, " examples"]]:
+    """Open the splits as one source; return its client, and which examples the second one has."""
+    # One name alone can be the folder of a prepared data set.
+    named = files[0] if len(files) == 1 else files
+    splits = [None] if heldout_split is None else ["train", heldout_split]
+    sources = [_load(named, options._replace(split=split)) for split in splits]
+    client = sources[0].client
+    if client is None and one_client is None:
+        others = [name for name in sources[0].fields if name != options.label]
+        raise ArgumentError(
+            f"data.files={' '.join(files)} is one table without clients, expected the column "
+            "that names an example's client. Set --data.client to one of "
+            f"{', '.join(map(repr, others))}, or name several files, such as "
+            "--data.files='FOLDER/*.csv', of which each is a client."
+        )
     import pyarrow as pa
 
     from fedpax.user_files.table_source import TableSource
@@ -251,27 +257,5 @@ def _join(
         one = pa.DictionaryArray.from_arrays(np.zeros(len(table), np.int32), [one_client])
         table = table.append_column("client", one)
     notes = [note for source in sources for note in source.notes]
-    return TableSource(sources[0].name, sources[0].folder, table, notes=notes), of_heldout
-
-
-def _clients(
-    column: Any, rows: Int[np.ndarray, " examples"] | None, *, in_order: bool
-) -> tuple[list[str], Int[np.ndarray, " examples"]]:
-    """Return the names of the clients of some rows, and the client of each of these rows."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    from fedpax.user_files.table_source import ClientNames
-
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    encoded = column.dictionary_encode().unify_dictionaries()
-    codes = np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks])
-    codes = codes if rows is None else codes[rows]
-    all_names = encoded.chunk(0).dictionary
-    if in_order:
-        by_name = pc.array_sort_indices(all_names)
-        all_names, codes = all_names.take(by_name), np.argsort(by_name.to_numpy())[codes]
-    has_rows = np.bincount(codes, minlength=len(all_names)) > 0
-    names = ClientNames(all_names.filter(pa.array(has_rows)))
-    return [str(name) for name in names], (np.cumsum(has_rows) - 1)[codes]
+    source = TableSource(sources[0].name, sources[0].folder, table, notes=notes)
+    return source, client or "client", of_heldout

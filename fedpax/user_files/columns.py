@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from jaxtyping import Int64
 from numpy.typing import NDArray
 
 from fedpax.errors import ArgumentError
@@ -40,6 +41,17 @@ def to_numpy(column: Any, *, masked: bool = False) -> NDArray[Any]:
     if values.ndim > 1:
         mask = np.broadcast_to(mask.reshape(-1, *[1] * (values.ndim - 1)), values.shape)
     return np.ma.MaskedArray(values, mask=mask)
+
+
+def encode_values(column: pa.ChunkedArray) -> tuple[pa.Array, Int64[np.ndarray, " n"]]:
+    """Return the distinct values, ascending with null last, and the place of each value there."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    chunks = column.dictionary_encode("encode").chunks  # all have the whole dictionary
+    values = chunks[0].dictionary if chunks else pa.array([], column.type)
+    order = pc.array_sort_indices(values)
+    places = np.concatenate([np.zeros(0, np.int64), *(chunk.indices for chunk in chunks)])
+    return values.take(order), np.argsort(order)[places]
 
 
 def array_to_arrow(array: NDArray[Any]) -> Any:

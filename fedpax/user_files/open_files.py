@@ -19,6 +19,7 @@ from fedpax.user_files.columns import (
     array_to_arrow,
     check_client_numbers,
     check_client_type,
+    encode_values,
     is_pandas_index,
     join_zeros,
     plain_types,
@@ -156,18 +157,11 @@ def sort_by_client(
         column = column.cast(column.type.value_type)
     check_client_type(column.type, client, name)
     check_client_numbers(column, client, name)
-    encoded = column.combine_chunks().dictionary_encode()
-    if isinstance(encoded, pa.ChunkedArray):
-        encoded = encoded.unify_dictionaries().combine_chunks()
-    names = encoded.dictionary
-    by_name = pc.array_sort_indices(names).to_numpy()
-    rank = np.empty(len(names), np.int64)
-    rank[by_name] = np.arange(len(names))
-    owner = rank[encoded.indices.to_numpy()]
+    names, owner = encode_values(column)
     if (owner[1:] < owner[:-1]).any():
         table = _wide_texts(table).take(pa.array(np.argsort(owner, kind="stable")))
     starts = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(names)))])
-    client_names = ClientNames(names.take(by_name))
+    client_names = ClientNames(names)
     if len(names) and client_names[0] == "":
         logging.getLogger(__name__).warning(
             f"The column {client!r} of {name} is the empty text in "

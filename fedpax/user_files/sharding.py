@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from jaxtyping import Float64
 from pyarrow import ipc
 
-from fedpax.user_files.columns import to_numpy
+from fedpax.user_files.columns import encode_values, to_numpy
 from fedpax.user_files.formats import TypeChangedError
 from fedpax.user_files.prepared import write_prepared
 from fedpax.user_files.reading import Reading, unify_parts
@@ -168,20 +168,13 @@ def split_rows(plan: ShardPlan, number: int) -> Iterator[tuple[int, bytes]]:
         order = start + np.arange(table.num_rows)
         start += table.num_rows
         table = table.append_column(plan.order, pa.array(order))
-        shard = _shards_of(table.column(reading.client or plan.order), plan.bounds)
+        keys, places = encode_values(table.column(reading.client or plan.order))
+        shard = np.searchsorted(to_numpy(plan.bounds), to_numpy(keys), side="right")[places]
         in_order = table.take(pa.array(np.argsort(shard, kind="stable")))
         ends = np.cumsum(np.bincount(shard))
         for k, end in enumerate(ends):
             if rows := end - (ends[k - 1] if k else 0):
                 yield k, encode_table(in_order.slice(end - rows, rows))
-
-
-def _shards_of(keys: Any, bounds: Any) -> Any:
-    encoded = keys.combine_chunks().dictionary_encode()
-    if isinstance(encoded, pa.ChunkedArray):
-        encoded = encoded.unify_dictionaries().combine_chunks()
-    shard = np.searchsorted(to_numpy(bounds), to_numpy(encoded.dictionary), side="right")
-    return shard[encoded.indices.to_numpy()]
 
 
 @contextlib.contextmanager

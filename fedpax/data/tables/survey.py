@@ -22,7 +22,7 @@ from fedpax.data.tables.fitted_column import (
 from fedpax.data.tables.treatments import infer_treatment, infer_treatments
 from fedpax.data.tables.values import TextValues, is_date, is_missing, is_number, is_text
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import check_client_type
+from fedpax.user_files.columns import check_client_type, encode_values
 from fedpax.user_files.finding import CLIENT, estimate_bytes
 from fedpax.user_files.formats import LoadOptions, TypeChangedError, find_stream, is_files
 from fedpax.user_files.held_out import add_partition, check_partition
@@ -289,25 +289,13 @@ def _bits(column: pa.Array) -> pa.Array:
 def _with_clients(survey: Survey, groups: pa.Table) -> Survey:
     """Add the clients, and the number of their examples of each label."""
     client, amount = groups.column(0), groups.column(groups.num_columns - 1).to_numpy()
-    names, owner = _encode(client)
+    names, owner = encode_values(client)
     sizes = np.bincount(owner, amount, minlength=len(names)).astype(np.int64)
     labels, pairs = None, None
     if groups.num_columns == 3:
-        labels, label = _encode(groups.column(1))
+        labels, label = encode_values(groups.column(1))
         pairs = np.stack([owner, label, amount])
     return survey._replace(clients=names, sizes=sizes, labels=labels, pairs=pairs)
-
-
-def _encode(column: pa.ChunkedArray) -> tuple[pa.Array, Int64[np.ndarray, " n"]]:
-    """Return the distinct values, ascending with null last, and the place of each value there."""
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    encoded = column.combine_chunks().dictionary_encode("encode")
-    values, places = encoded.dictionary, encoded.indices.to_numpy(zero_copy_only=False)
-    order = pc.array_sort_indices(values).to_numpy()
-    rank = np.empty(len(values), np.int64)
-    rank[order] = np.arange(len(values))
-    return values.take(pa.array(order)), rank[places]
 
 
 def merge_pairs(

@@ -1,0 +1,42 @@
+"""Users' files as clients: the clients of a split, and their examples in order."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from fedpax.settings.client_files import FilesConfig
+from fedpax.user_files.columns import encode_values
+
+
+def test_clients_of_the_held_out_split_alone_follow_the_others(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("who,x,y\nå,1,0\nc,2,1\nå,3,\nb,4,\n")
+    (tmp_path / "test.csv").write_text("who,x,y\na,5,1\nå,6,0\nc,7,\n")
+    files = (str(tmp_path / "{split}.csv"),)
+    data = FilesConfig(files=files, client="who", label="y", missing_label="skip")
+    opened = data.open()
+    assert opened.names == ["c", "å", "a"]  # b has no label
+    assert opened.columns["x"].to_pylist() == [2, 1, 6, 5]
+    assert opened.owners.tolist() == [0, 1, 1, 2]
+    assert opened.heldout.tolist() == [False, False, True, True]
+    assert {name: rows.tolist() for name, rows in opened.parts(opened.training).items()} == {
+        "c": [0],
+        "å": [1],
+    }
+
+
+@pytest.mark.parametrize("values", [["b", "é", None, "a"], [3, None, -1, 3], [2.5, float("nan")]])
+@pytest.mark.parametrize("dictionary", [False, True])
+def test_values_are_encoded_in_ascending_order(values: list[object], dictionary: bool) -> None:
+    chosen = np.random.default_rng(0).integers(0, len(values), 50)
+    array = pa.array([values[k] for k in chosen], pa.array(values).type)
+    chunks = [array.slice(0, 20), array.slice(20, 0), array.slice(20)]
+    parts = [part.dictionary_encode() for part in chunks] if dictionary else chunks
+    distinct, places = encode_values(pa.chunked_array(parts))
+    known = sorted({x for x in values if x is not None and x == x})
+    last = [x for x in values if x is None or x != x]
+    np.testing.assert_equal(distinct.to_pylist(), [*known, *last])
+    np.testing.assert_equal(distinct.take(pa.array(places)).to_pylist(), array.to_pylist())
+    distinct, places = encode_values(pa.chunked_array([], array.type))
+    assert (len(distinct), places.dtype, places.shape) == (0, np.int64, (0,))

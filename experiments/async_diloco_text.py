@@ -3,14 +3,14 @@
 import abc
 import dataclasses
 import functools
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Float, Float64, Int32
+from jaxtyping import Float
 
 from fedpax import Cohort
 from fedpax.aggregators import codecs, compressed_mean
@@ -21,30 +21,16 @@ from fedpax.experiments.diloco_text import OuterSGD, diloco_text, wire_codec
 from fedpax.experiments.text_experiment import TextExperiment, text_fields
 from fedpax.settings.function_settings import accepted, documented_by
 from fedpax.settings.trace_settings import TraceConfig
-from fedpax.simulation import IslandArrivals, dynamic_local_steps, island_arrivals
+from fedpax.simulation import (
+    IslandArrivals,
+    RegionalArrivals,
+    dynamic_local_steps,
+    island_arrivals,
+)
 from fedpax.training.exchanged_bytes import with_exchanged_bytes
 from fedpax.training.experiment import Run
 from fedpax.training.scheduled_rounds import ScheduledRounds
 from fedpax.training.virtual_time import TimedSchedule, with_virtual_seconds
-
-
-class Order(Protocol):
-    """The events of all rounds, as `fedpax.simulation` computes them."""
-
-    @property
-    def num_steps(self) -> Int32[np.ndarray, "rounds islands"]:
-        """The steps of each island before it arrives."""
-        ...
-
-    @property
-    def seconds(self) -> Float64[np.ndarray, "rounds ..."]:
-        """When the events of a round happen; infinity where there is none."""
-        ...
-
-    @property
-    def schedule(self) -> Any:
-        """The schedules of all rounds, for `Cohort.schedule`: leaves `[rounds, islands]`."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,11 +49,11 @@ class AsynchronousText(TextExperiment):
     trace: TraceConfig = dataclasses.field(default_factory=TraceConfig)
 
     @abc.abstractmethod
-    def order(self) -> Order:
+    def order(self) -> IslandArrivals | RegionalArrivals:
         """Compute the order of all events of the run."""
 
     @staticmethod
-    def ends(order: Order) -> Float[np.ndarray, " rounds"]:
+    def ends(order: IslandArrivals | RegionalArrivals) -> Float[np.ndarray, " rounds"]:
         """Return when each round ends."""
         seconds = np.where(np.isfinite(order.seconds), order.seconds, 0.0)
         return seconds.reshape(len(seconds), -1).max(axis=1)

@@ -322,11 +322,7 @@ class FedAvgFiles(ClientExperiment):
         run = run._replace(notes=notes, cautions=prepared.cautions)
         if not makes_own_models(self.method):
             return run
-        own = functools.cache(self.own_metrics_by_client)
-        run = run._replace(evaluate_own_models=lambda state: own()(state))
-        if not self.method.has_shared_model:
-            run = run._replace(evaluate_clients=None)
-        return with_own_models(run, self.method, functools.cache(self.own_model_means))
+        return with_own_models(run, self.method, self.own_model_means, self.own_metrics_by_client)
 
     @functools.cached_property
     def _own_examples(self) -> OwnExamples:

@@ -40,12 +40,8 @@ class PersonalImages(FedAvgImages):
 
     def build(self) -> Run:
         """Make the run, with a model for each cluster if the method has clusters."""
-        evaluate = functools.cache(self.own_model_means)
-        own_by_client = functools.cache(self.own_metrics_by_client)
-        run = super().build()._replace(evaluate_own_models=lambda state: own_by_client()(state))
-        if not self.method.has_shared_model:
-            run = run._replace(evaluate_clients=None)
-        return with_own_models(run, self.method, evaluate)
+        run = super().build()
+        return with_own_models(run, self.method, self.own_model_means, self.own_metrics_by_client)
 
     def own_model_means(self) -> Callable[[Any], dict[str, float]]:
         """Make the evaluation of the clients' own models, on held-out examples of their labels."""

@@ -12,7 +12,7 @@ from fedpax.algorithms import streaming_diloco
 from fedpax.checks import CountOrZero, Decay
 from fedpax.experiments.diloco_text import FragmentSettings, diloco_text, wire_codec
 from fedpax.experiments.pretrain import diloco_c4_1b, diloco_llama_8b
-from fedpax.experiments.text_experiment import TextExperiment
+from fedpax.experiments.text_experiment import TextExperiment, text_fields
 from fedpax.parallel.compiler_options import memory_options, overlap_options
 from fedpax.settings.function_settings import arguments_of, documented_by
 
@@ -95,6 +95,4 @@ def streaming_diloco_llama_8b() -> StreamingDiLoCoText:
 
 def _stream(base: TextExperiment, streaming: StreamingConfig) -> StreamingDiLoCoText:
     """Return an experiment with all settings of another one but its method."""
-    names = {field.name for field in dataclasses.fields(TextExperiment)}
-    settings = {name: getattr(base, name) for name in names}
-    return StreamingDiLoCoText(**settings, streaming=streaming)
+    return StreamingDiLoCoText(**text_fields(base), streaming=streaming)

@@ -4,13 +4,13 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 
 from fedpax.algorithm import LossFn, Params
@@ -25,13 +25,13 @@ from fedpax.data import (
     partition_natural,
 )
 from fedpax.data.client_examples import OpenFiles
+from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.data.rounds.labeled_examples import Preprocess
 from fedpax.data.rounds.stream_parts import LocalRows, addressable_rows
 from fedpax.data.tables import Label
 from fedpax.deploy.batch_training import HeldoutClients
 from fedpax.errors import ArgumentError
 from fedpax.models.losses import ModelLoss
-from fedpax.text.packing import Batch as TextBatch
 from fedpax.training.client_metrics import (
     ClientMetrics,
     ExampleOwners,
@@ -202,28 +202,11 @@ class HeldoutSet(NamedTuple):
     split: str | None  # the split. None: as in the run's own data.
 
 
-class EvaluationRows(Protocol):
-    """Rows to evaluate on, as `fedpax.data.rounds.heldout_tokens.HeldoutRows` has them."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
-
-    @property
-    def num_targets(self) -> Int64[np.ndarray, " rows"]:
-        """The number of targets of each row."""
-        ...
-
-    def read(self, rows: Int64[np.ndarray, " n"]) -> TextBatch:
-        """Return arrays `[n, ...]` of some rows; row -1 is padding."""
-        ...
-
-
 class HeldoutSets(NamedTuple):
     """The rows to evaluate on."""
 
-    main: EvaluationRows  # the rows of the run's own held-out split
-    others: Mapping[str, EvaluationRows]  # the rows of further data sets by name
+    main: HeldoutRows  # the rows of the run's own held-out split
+    others: Mapping[str, HeldoutRows]  # the rows of further data sets by name
 
 
 _FORM = re.compile(
@@ -262,7 +245,7 @@ def heldout_evaluator(
     """Make a function that evaluates a language model on every held-out set."""
     # A process reads only the rows of its own devices.
 
-    def make(rows: EvaluationRows) -> Callable[[Params], dict[str, float]]:
+    def make(rows: HeldoutRows) -> Callable[[Params], dict[str, float]]:
         return placed_evaluator(
             loss_fn,
             *place_rows(rows, batch_size, num_participants, sharding),
@@ -283,7 +266,7 @@ def heldout_evaluator(
 
 
 def place_rows(
-    rows: EvaluationRows, batch_size: int, num_participants: int, sharding: NamedSharding | None
+    rows: HeldoutRows, batch_size: int, num_participants: int, sharding: NamedSharding | None
 ) -> tuple[Any, Float[np.ndarray, "participants steps"]]:
     """Read the rows of this process's devices, as arrays over all participants."""
     # Returns arrays `[participants, steps, batch, ...]`, which are

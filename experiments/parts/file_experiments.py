@@ -1,6 +1,7 @@
 """What experiments on users' files share: examples in parts, saved inputs, personal models."""
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections import Counter
@@ -29,6 +30,7 @@ from fedpax.settings.client_aggregators import AggregatorConfig
 from fedpax.settings.client_files import FilesConfig
 from fedpax.settings.client_methods import MODELS, MethodConfig
 from fedpax.settings.cohort_settings import CohortConfig
+from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.exchanged_bytes import tree_bytes
 from fedpax.training.experiment import Run
 
@@ -244,16 +246,23 @@ def makes_own_models(method: MethodConfig) -> bool:
 
 
 def with_own_models(
-    run: Run, method: MethodConfig, evaluate: Callable[[], Callable[[Any], dict[str, float]]]
+    run: Run,
+    method: MethodConfig,
+    make_means: Callable[[], Callable[[Any], dict[str, float]]],
+    make_by_client: Callable[[], Callable[[Any], ClientMetrics]],
 ) -> Run:
     """Evaluate clients' own models in a run, and make a model for each cluster if there are any."""
     # The further metrics have the prefix `personal_`. A method with clusters has no single shared
     # model: all of its metrics come from the own models.
 
-    def evaluate_state(state: Any) -> dict[str, float]:
-        return {f"personal_{name}": value for name, value in evaluate()(state).items()}
+    means, by_client = functools.cache(make_means), functools.cache(make_by_client)
 
-    run = run._replace(evaluate_state=evaluate_state)
+    def evaluate_state(state: Any) -> dict[str, float]:
+        return {f"personal_{name}": value for name, value in means()(state).items()}
+
+    run = run._replace(
+        evaluate_state=evaluate_state, evaluate_own_models=lambda state: by_client()(state)
+    )
     if method.has_shared_model:
         return run
     assert run.shardings is not None
@@ -264,7 +273,8 @@ def with_own_models(
     return run._replace(
         init=method.make_init(run.init),
         shardings=run.shardings._replace(params=stacked),
-        evaluate=lambda params: evaluate()(ServerState(params)),
+        evaluate=lambda params: means()(ServerState(params)),
+        evaluate_clients=None,
     )
 
 

@@ -83,8 +83,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._primary = jax.process_index() == 0
         if self._primary:
             set_aside_unfinished(self._folder)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("fedpax: unfinished checkpoints are removed")
+        multihost_utils.sync_global_devices("fedpax: unfinished checkpoints are removed")
         self._exports = exports
         self._saving: int | None = None
         self._verified: int | None = None
@@ -181,8 +180,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         rounds = complete_rounds(self._folder)
         before = [number for number in rounds if number <= round_number]
         to = (before or rounds or [0])[-1] if round_number else 0
-        if jax.process_count() > 1:
-            to = int(multihost_utils.broadcast_one_to_all(np.int32(to)))
+        to = int(multihost_utils.broadcast_one_to_all(np.int32(to)))
         for number in self._manager.all_steps():
             if number > to:
                 self._manager.delete(number)
@@ -269,9 +267,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                     damage = find_damage(self._folder / str(step))
                 except OSError as error:  # the other processes wait for the result
                     damage, unread = str(error), error
-            damaged = damage is not None
-            if jax.process_count() > 1:
-                damaged = bool(multihost_utils.broadcast_one_to_all(np.int32(damaged)))
+            damaged = multihost_utils.broadcast_one_to_all(np.int32(damage is not None))
             if unread is not None:
                 raise unread
             if damaged:

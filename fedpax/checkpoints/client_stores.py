@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int64
 
-from fedpax.checkpoints.orbax_files import ocp, open_array, open_to_read
+from fedpax.checkpoints.orbax_files import ocp, open_array, open_to_read, restore_item
 from fedpax.checkpoints.saved_rounds import Parent
 from fedpax.clients.row_blocks import RowBlocks, on_devices_of, row_blocks, write_rows
 from fedpax.clients.store import ClientStore
@@ -118,11 +118,11 @@ def restore_stores(folder: Path, ancestors: Lineage, like: Any) -> RestoredStore
         leaves[path] = _read_in_ranges(folder / str(step) / "state", path, stores[path], blocks)
     newest = rows_of_one_checkpoint(like)
     for parent, stores_rows in _changed_rows(folder, ancestors):
-        for path, changed in stores_rows.items():
+        for path, (row_ids, rows) in stores_rows.items():
             names = ocp.tree.to_flat_dict({"": stores[path].rows})
-            values = [changed.rows[name] for name in names]
+            values = [rows[name] for name in names]
             # The padding of another number of devices has no place here.
-            ids = np.where(changed.ids < len(newest[path]), changed.ids, -1)
+            ids = np.where(row_ids < len(newest[path]), row_ids, -1)
             layout = row_blocks(leaves[path])
             if layout is None:  # such as pinned memory of the host
                 leaves[path] = _write_on_host(leaves[path], ids, values)
@@ -220,12 +220,8 @@ def _restore_all_rows(
                 arguments[name] = ocp.ArrayRestoreArgs(
                     sharding=leaf.sharding, dtype=leaf.dtype, global_shape=leaf.shape, strict=False
                 )
-        restore = ocp.args.PyTreeRestore(
-            item=ocp.tree.from_flat_dict(leaves, target=fields),
-            restore_args=ocp.tree.from_flat_dict(arguments, target=fields),
-        )
-        restored = manager.restore(step, args=ocp.args.Composite(state=restore))["state"]
-        flat = ocp.tree.to_flat_dict(restored)
+        trees = (ocp.tree.from_flat_dict(flat, target=fields) for flat in (leaves, arguments))
+        flat = ocp.tree.to_flat_dict(restore_item(manager, step, "state", *trees))
         return {path: [flat[name] for name in names[path]] for path in stores}
 
 
@@ -240,11 +236,8 @@ def _write_on_host(
     return written
 
 
-class Changed(NamedTuple):
-    """The rows of a store in a checkpoint that does not have all of them."""
-
-    ids: Int64[np.ndarray, " changed"]  # -1 is padding
-    rows: dict[tuple[str, ...], np.ndarray]  # `[changed, ...]`, by the path in a client's state
+# The ids of rows, of which -1 is padding, and the rows by the path in a client's state.
+Changed = tuple[Int64[np.ndarray, " changed"], dict[tuple[str, ...], np.ndarray]]
 
 
 def _changed_rows(
@@ -256,17 +249,12 @@ def _changed_rows(
             if parent is None:
                 continue
             item = jax.tree.map(lambda leaf: 0, manager.item_metadata(step)["rows"])
-            arguments = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), item)
-            restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments)
-            restored = manager.restore(step, args=ocp.args.Composite(rows=restore))["rows"]
-            changed = [restored[str(number)] for number in range(len(parent.stores))]
-            yield (
-                parent,
-                {
-                    tuple(path): Changed(c["ids"], ocp.tree.to_flat_dict({"": c["rows"]}))
-                    for path, c in zip(parent.stores, changed, strict=True)
-                },
-            )
+            changed = restore_item(manager, step, "rows", item)
+            rows = {}
+            for number, path in enumerate(parent.stores):
+                store = changed[str(number)]
+                rows[tuple(path)] = store["ids"], ocp.tree.to_flat_dict({"": store["rows"]})
+            yield parent, rows
 
 
 def complete_rows(folder: Path, ancestors: Lineage, path: StorePath, rows: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from etils import epath
 
 from fedpax.errors import ConfigurationError
@@ -182,6 +183,22 @@ def open_to_read(folder: Path, *, alone: bool = False) -> "ocp.CheckpointManager
         except FileNotFoundError:
             time.sleep(0.1)
     return open_checkpoints(folder, options=options, item_handlers=handlers)
+
+
+def restore_item(
+    manager: "ocp.CheckpointManager",
+    step: int,
+    name: str,
+    item: Any,
+    arguments: Any = None,
+    *,
+    partial: bool = False,
+) -> Any:
+    """Restore an item of a checkpoint, or a part of it. By default as NumPy arrays."""
+    if arguments is None:
+        arguments = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), item)
+    restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=partial)
+    return manager.restore(step, args=ocp.args.Composite(**{name: restore}))[name]
 
 
 def open_array(folder: Path, path: Sequence[str]) -> Any:

@@ -1,6 +1,7 @@
 """Saved states for an experiment: the same leaves, and as many participants."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -124,33 +125,24 @@ def saved_placed_struct(leaf: jax.ShapeDtypeStruct, num_saved: int) -> jax.Shape
     sharding: Any = leaf.sharding
     axis = tuple(sharding.spec)[:1]
     first = axis[0] if axis and axis[0] is not None else None
-    if first is not None and num_saved % _axis_size(sharding, first):
+    names = first if isinstance(first, tuple) else (first,)
+    if first is not None and num_saved % math.prod(sharding.mesh.shape[name] for name in names):
         first = None
     spec = PartitionSpec(first, *sharding.spec[1:])
     sharding = NamedSharding(sharding.mesh, spec)
     return jax.ShapeDtypeStruct((num_saved, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
 
 
-def _axis_size(sharding: NamedSharding, axes: Any) -> int:
-    names = axes if isinstance(axes, tuple) else (axes,)
-    return int(np.prod([sharding.mesh.shape[name] for name in names]))
-
-
 def check_resizable(state: State, num_saved: int, num_participants: int) -> None:
     """Check that a method allows another number of participants."""
-    for reason in _reasons(state):
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, FIXED))
+    for reason in (getattr(node, FIXED) for node in nodes if hasattr(node, FIXED)):
         raise ArgumentError(
             f"The checkpoint was saved with {count_of(num_saved, 'participant')} and the "
             f"experiment has {num_participants}, expected the same number: {reason}. Set the "
             "former number, or start a new run from the exported model (`fedpax export`, "
             "--model.weights)."
         )
-
-
-def _reasons(state: State) -> Iterator[str]:
-    """Yield the reason of each part of a state that fixes the number of participants."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, FIXED))
-    return (getattr(node, FIXED) for node in nodes if hasattr(node, FIXED))
 
 
 class SavedLeaves(NamedTuple):
@@ -170,15 +162,10 @@ def saved_leaves(folder: Path, step: int) -> SavedLeaves:
         stores = {tuple(path) for _, parent in ancestors if parent for path in parent.stores}
         if stores:
             whole = ocp.tree.to_flat_dict(manager.item_metadata(ancestors[0][0])["state"])
-            rows = {name: leaf for name, leaf in whole.items() if _store_of(name, stores)}
+            rows = {n: leaf for n, leaf in whole.items() if any(n[: len(s)] == s for s in stores)}
             saved = {**rows, **saved}
         shapes = {path: tuple(leaf.shape) for path, leaf in saved.items()}
         return SavedLeaves(shapes, (metadata.custom_metadata or {}).get(CLIENTS, {}))
-
-
-def _store_of(path: tuple[str, ...], stores: Collection[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """Return the path of the store that has a leaf, or None."""
-    return next((store for store in stores if path[: len(store)] == store), None)
 
 
 def saved_struct(

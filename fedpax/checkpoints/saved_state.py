@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.client_stores import complete_rows
-from fedpax.checkpoints.orbax_files import ocp, open_to_read
+from fedpax.checkpoints.orbax_files import ocp, open_to_read, restore_item
 from fedpax.checkpoints.participant_states import check_same_leaves, saved_struct
 from fedpax.checkpoints.saved_rounds import (
     damaged_checkpoint,
@@ -62,17 +61,12 @@ def load_params(
         in_state = "params" in metadata["state"]
         saved = metadata["state"]["params"] if in_state else metadata["params"]
         item = jax.tree.map(lambda leaf: 0, saved)
-        if like is None:
-            arguments = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), item)
-        else:
+        arguments = None
+        if like is not None:
             flat = _restore_args(saved, like, round_number)
             arguments = ocp.tree.from_flat_dict(flat, target=item)
-        if in_state:
-            params = _restore_field(manager, round_number, "params", item, arguments)
-        else:
-            restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments)
-            composite = ocp.args.Composite(params=restore)
-            params = manager.restore(round_number, args=composite)["params"]
+        restore = _restore_field if in_state else restore_item
+        params = restore(manager, round_number, "params", item, arguments)
     if like is None:
         return params
     return ocp.tree.from_flat_dict(ocp.tree.to_flat_dict(params), target=like)
@@ -195,20 +189,15 @@ def _find(
 def _read_field(manager: "ocp.CheckpointManager", round_number: int, field: str) -> Any:
     """Read a field of the state as NumPy arrays."""
     item = jax.tree.map(lambda leaf: 0, manager.item_metadata(round_number)["state"][field])
-    arguments = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), item)
-    if not jax.tree.leaves(item):
-        return item
-    return _restore_field(manager, round_number, field, item, arguments)
+    return _restore_field(manager, round_number, field, item) if jax.tree.leaves(item) else item
 
 
 def _restore_field(
-    manager: "ocp.CheckpointManager", round_number: int, field: str, item: Any, arguments: Any
+    manager: "ocp.CheckpointManager", step: int, field: str, item: Any, arguments: Any = None
 ) -> Any:
-    restore = ocp.args.PyTreeRestore(
-        item={field: item}, restore_args={field: arguments}, partial_restore=True
-    )
-    composite = ocp.args.Composite(state=restore)
-    return manager.restore(round_number, args=composite)["state"][field]
+    """Restore a field of a state."""
+    of_field = None if arguments is None else {field: arguments}
+    return restore_item(manager, step, "state", {field: item}, of_field, partial=True)[field]
 
 
 def _restore_args(

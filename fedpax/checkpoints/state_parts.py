@@ -1,7 +1,7 @@
 """The parts of a state in a checkpoint: all rows of its client stores, or the changed ones."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from fedpax.checkpoints.client_stores import (
     with_stores,
     without_stores,
 )
-from fedpax.checkpoints.orbax_files import ocp, on_one_device
+from fedpax.checkpoints.orbax_files import ocp, on_one_device, restore_item
 from fedpax.checkpoints.saved_rounds import PARENT, Parent, identity_of, lineage, read_parents
 from fedpax.clients.row_blocks import (
     RowBlocks,
@@ -68,16 +68,12 @@ class RowChanges:
 
     def __init__(self) -> None:
         self._stores: dict[StorePath, _StoreRows] = {}
-        self._rounds: dict[int, int] = {}  # of the newest checkpoint and its ancestors, by position
-
-    @property
-    def needed_rounds(self) -> Collection[int]:
-        """The rounds of the checkpoints that the next one can complete."""
-        return self._rounds.values()
+        # Of the checkpoints that the next one can complete: the newest and its ancestors.
+        self.rounds: dict[int, int] = {}  # by position
 
     def forget(self) -> None:
         """Let the next checkpoint have all rows."""
-        self._stores, self._rounds = {}, {}
+        self._stores, self.rounds = {}, {}
 
     def start(
         self,
@@ -88,7 +84,7 @@ class RowChanges:
         """Continue after a checkpoint: by position its ancestors' rounds, and each row's place."""
         self.forget()
         if blocks := layouts_of(state):
-            self._rounds = dict(rounds)
+            self.rounds = dict(rounds)
             self._stores = {
                 path: _StoreRows(_fingerprints(store, blocks[path]), newest[path])
                 for path, store in stores_of(state).items()
@@ -102,7 +98,7 @@ class RowChanges:
             return None
         prints = {path: _fingerprints(store, blocks[path]) for path, store in stores.items()}
         if self._stores.keys() == prints.keys():
-            position = max(self._rounds) + 1
+            position = max(self.rounds) + 1
             parent = position & (position - 1)
             newest = {
                 path: np.where(prints[path] == before.fingerprints, before.newest, position)
@@ -110,16 +106,16 @@ class RowChanges:
             }
             row_ids = {path: np.flatnonzero(rows > parent) for path, rows in newest.items()}
             if all(_is_part(ids, blocks[path]) for path, ids in row_ids.items()):
-                record = Parent(self._rounds[parent], position, [list(path) for path in stores])
-                ancestors = {i: r for i, r in self._rounds.items() if i <= parent}
-                self._rounds = {**ancestors, position: round_number}
+                record = Parent(self.rounds[parent], position, [list(path) for path in stores])
+                ancestors = {i: r for i, r in self.rounds.items() if i <= parent}
+                self.rounds = {**ancestors, position: round_number}
                 self._stores = {p: _StoreRows(prints[p], newest[p]) for p in stores}
                 taken = {
                     str(number): _take(store, blocks[path], row_ids[path])
                     for number, (path, store) in enumerate(stores.items())
                 }
                 return ChangedRows(record, taken)
-        self._rounds = {0: round_number}
+        self.rounds = {0: round_number}
         self._stores = {
             path: _StoreRows(prints[path], newest)
             for path, newest in rows_of_one_checkpoint(state).items()
@@ -183,13 +179,11 @@ class StateParts:
 
     def _has_needed_rounds(self) -> bool:
         """Return whether the checkpoints are there that the next one can complete."""
-        needed = {*self._rows.needed_rounds}
+        needed = {*self._rows.rounds.values()}
         if not needed:
             return True
         has_them = needed <= {*complete_rounds(self._folder)}
-        if jax.process_count() > 1:
-            has_them = bool(multihost_utils.broadcast_one_to_all(np.int32(has_them)))
-        return has_them
+        return bool(multihost_utils.broadcast_one_to_all(np.int32(has_them)))
 
     def write_parent(self, draft: Path) -> None:
         """Name the parent of a checkpoint whose other files are written."""
@@ -201,12 +195,9 @@ class StateParts:
     def restore(self, manager: "ocp.CheckpointManager", step: int, like: State) -> Any:
         """Restore the state of a checkpoint; the next one then writes what has changed."""
         ancestors = lineage(self._folder, step)
-        item = (
-            without_stores(like, ocp.PLACEHOLDER) if len(ancestors) == 1 else without_stores(like)
-        )
+        item = without_stores(like, ocp.PLACEHOLDER if len(ancestors) == 1 else None)
         arguments = ocp.checkpoint_utils.construct_restore_args(item)
-        restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments)
-        state = manager.restore(step, args=ocp.args.Composite(state=restore)).state
+        state = restore_item(manager, step, "state", item, arguments)
         leaves, newest = restore_stores(self._folder, ancestors, like)
         state = with_stores(without_stores(state), like, leaves)
         rounds = {0 if parent is None else parent.position: number for number, parent in ancestors}

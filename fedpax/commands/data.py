@@ -61,8 +61,7 @@ def data(arguments: Sequence[str]) -> int:
     top = None if labels is None else _most_frequent(source.client_starts, labels)
     _print_clients(source.client_names, np.diff(source.client_starts), names, top)
     print_line("")
-    for line in str(partition_statistics(population, labels)).splitlines():
-        print_line(line)
+    print_line(str(partition_statistics(population, labels)))
     if shared := _count_shared(source):
         print_line("")
         print_line(
@@ -221,8 +220,7 @@ def _survey(files: Any, options: LoadOptions, picture: Path | None) -> int:
         )
     _print_clients(survey.clients, survey.sizes, names, top)
     print_line("")
-    for line in str(statistics).splitlines():
-        print_line(line)
+    print_line(str(statistics))
     if picture:
         plot_statistics(statistics, picture, class_names=names, participant_names=survey.clients)
     return 0
@@ -260,12 +258,11 @@ def _print_columns(
         if role := roles.get(summary.treatment.name):
             cells[-2:] = [role, "stated" if role == "label" else "names the clients"]
         rows.append(cells)
-    for line in ["", *markdown_table(ColumnSummary.HEAD, rows).splitlines()]:
-        print_line(line)
+    print_line(f"\n{markdown_table(ColumnSummary.HEAD, rows)}")
     notes = [s.note for s in summaries if s.note and s.treatment.name not in (client, *stated)]
     notes += [*(s.spellings for s in summaries if s.spellings), *of_images]
-    for line in ["", *notes] if notes else []:
-        print_line(line)
+    if notes:
+        print_line("\n".join(["", *notes]))
 
 
 def _labels(source: Any) -> tuple[list[str] | None, NDArray[np.int64] | None]:
@@ -345,8 +342,7 @@ def _print_clients(
             label, amount = top[0][client], top[1][client]
             row.append(f"{names[label]} ({amount / max(1, sizes[client]):.0%})")
         rows.append(row)
-    for line in ["", *markdown_table(head, rows).splitlines()]:
-        print_line(line)
+    print_line(f"\n{markdown_table(head, rows)}")
 
 
 def _find_engine(options: flags.FlagValues) -> Callable[..., Any]:

@@ -31,7 +31,6 @@ from fedpax.deploy.runtime import MANIFEST, ArtifactError
 from fedpax.errors import UsageError
 from fedpax.experiments.language_model_experiment import LanguageModelExperiment
 from fedpax.experiments.parts.weights import huggingface_obstacle
-from fedpax.run_files.configuration import write_configuration
 from fedpax.training.experiment import Experiment, Run
 from fedpax.transforms.stages import stages
 
@@ -253,8 +252,7 @@ def _write_folder(folder: Path, chosen: str, saved: SavedRun, params: Params) ->
     else:
         folder.mkdir()
         _write_file(folder / f"params.{chosen}", chosen, params)
-    write_configuration(folder, saved.experiment, saved.exp)
-    saved.experiment.write_inputs(folder)
+    saved.experiment.write_configuration(folder, saved.exp)
 
 
 def _write_file(path: Path, chosen: str, params: Params) -> None:

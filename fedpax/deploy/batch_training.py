@@ -19,7 +19,7 @@ from fedpax.clients.cohort import MASK, Cohort
 from fedpax.deploy.batch_work import Clients
 from fedpax.errors import ConfigurationError
 from fedpax.primitives import federated_map, federated_sum
-from fedpax.run_files.configuration import to_json, write_configuration
+from fedpax.run_files.configuration import to_json
 from fedpax.run_files.goodput import GoodputClock
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import latest_round, resolve_job_log_dir
@@ -129,8 +129,7 @@ class _BatchLoop:
             bytes_across_placement=float("nan"),
             stop_on_non_finite=self.training.stop_on_non_finite,
         )
-        write_configuration(folder, experiment, exp)
-        experiment.write_inputs(folder)
+        experiment.write_configuration(folder, exp)
         size = jax.tree.leaves(self.run.cohort_shapes)[0].shape[0]
         self.logger.log_run(num_parameters, size, self.run.item_unit)
         shapes = self.like, self.run.cohort_shapes

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.deploy.encoded_values import decode_values, encode_values
+from fedpax.deploy.encoded_values import decode_values, encode_list, encode_values
 from fedpax.deploy.runtime import Artifact
 from fedpax.errors import ArgumentError
 from fedpax.transforms.discrete_gaussian import draw_noise
@@ -146,7 +146,7 @@ class BatchWork(NamedTuple):
             terms, shown, new = run(i, shared, [x[i] for x in rows], values)
             merged = terms if merged is None else merge(merged, terms)
             if shown:
-                yield "shown", (i, _encoded(shown))
+                yield "shown", (i, encode_list(shown))
             if not is_last:
                 yield "members", (i, client, encode_values({**decode_values(kept), **new}))
                 continue
@@ -155,7 +155,7 @@ class BatchWork(NamedTuple):
                 states = {name: new.get(name, own[name]) for name in self.states[owner]}
                 if states and key >= 0:
                     yield f"states {owner}", (key, encode_values(states))
-        yield "terms", _encoded(merged or ())
+        yield "terms", encode_list(merged or ())
 
     def merge(self, stage: int, terms: Iterable[bytes]) -> bytes:
         """Merge terms of a stage."""
@@ -166,7 +166,7 @@ class BatchWork(NamedTuple):
         merge, merged = artifact.merge(stage), groups[0]
         for more in groups[1:]:
             merged = merge(merged, more)
-        return _encoded(merged)
+        return encode_list(merged)
 
     # ---- the server
 
@@ -252,10 +252,6 @@ def _random_stream(key: bytes) -> Callable[[int], bytes]:
     """Return a function `number -> bytes` of the stream of a key, by SHAKE256."""
     digest, calls = hashlib.sha3_512(key).digest(), itertools.count()
     return lambda n: hashlib.shake_256(digest + next(calls).to_bytes(8, "big")).digest(n)
-
-
-def _encoded(values: Iterable[Any]) -> bytes:
-    return encode_values({str(i): x for i, x in enumerate(values)})
 
 
 @functools.lru_cache(maxsize=4)

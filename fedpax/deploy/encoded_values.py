@@ -5,7 +5,7 @@ It imports nothing else of fedpax. Nothing is unpickled.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -33,6 +33,22 @@ def encode_values(values: Mapping[str, Any]) -> bytes:
         arrays.append(array.tobytes())
     described = json.dumps(header).encode()
     return b"".join([len(described).to_bytes(_LENGTH, "little"), described, *arrays])
+
+
+def encode_list(values: Iterable[Any]) -> bytes:
+    """Encode arrays in their order."""
+    return encode_values({str(i): value for i, value in enumerate(values)})
+
+
+def decode_list(content: bytes) -> list[Any]:
+    """Decode what `encode_list` returned."""
+    return list(decode_values(content).values())
+
+
+def numbers_of(value: Any) -> np.ndarray:
+    """Return an array, or the numbers of random keys."""
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(value) if is_key else value)
 
 
 def decode_values(content: bytes) -> dict[str, Any]:

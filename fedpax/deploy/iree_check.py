@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedpax.deploy.encoded_values import key_implementation
+from fedpax.deploy.encoded_values import key_implementation, numbers_of
 from fedpax.deploy.runtime import Artifact
 from fedpax.errors import FedpaxError
 
@@ -52,7 +52,7 @@ def check_compiled(artifact: Artifact, stage: int, module: Path, command: str) -
         values = [_draw(v, number, random) for v in given]
         expected = [np.asarray(x) for x in call(*values)]
         nudged = call(*[_nudge(x, random) for x in values])
-        kept = [_data(values[i]) for i in exported.module_kept_var_idx]
+        kept = [numbers_of(values[i]) for i in exported.module_kept_var_idx]
         found = _run(command, module, kept, expected)
         for name, value, x, near in zip(names, found, expected, nudged, strict=True):
             error, allowed = _compare(value, x, np.asarray(near), relative)
@@ -89,11 +89,6 @@ def _nudge(value: Any, random: np.random.Generator) -> Any:
     if jnp.issubdtype(value.dtype, jnp.floating):
         return (value * (1 + NUDGE * random.choice([-1, 1], value.shape))).astype(value.dtype)
     return value
-
-
-def _data(value: Any) -> np.ndarray:
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(value) if is_key else value)
 
 
 def _run(

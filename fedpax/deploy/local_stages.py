@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fedpax.deploy.artifacts import pack_stages
 from fedpax.deploy.batch_work import Clients, check_clients
-from fedpax.deploy.encoded_values import decode_values, encode_values
+from fedpax.deploy.encoded_values import decode_list, decode_values, encode_list, encode_values
 from fedpax.deploy.packets import Packet, receive, send
 from fedpax.deploy.runtime import Artifact
 from fedpax.errors import ArgumentError, FedpaxError
@@ -159,14 +159,12 @@ class ParticipantProcesses(AbstractContextManager["ParticipantProcesses"]):
 
     def answers(self, request: Request) -> dict[int, tuple[Sequence[Any], Sequence[Any]]]:
         """Return the terms and the shown values of each participant."""
-        shared = _encoded(request.shared)
+        shared = encode_list(request.shared)
         for connection, dealt in zip(self._connections, self._dealt, strict=True):
-            rows = [
-                encode_values({str(k): x[i] for k, x in enumerate(request.rows)}) for i in dealt
-            ]
+            rows = [encode_list(x[i] for x in request.rows) for i in dealt]
             send(connection, Packet({"stage": request.stage}, [shared, *rows]))
         split = self._num_terms[request.stage]
-        replies = {i: list(decode_values(content).values()) for i, content in self._replies()}
+        replies = {i: decode_list(content) for i, content in self._replies()}
         return {i: (values[:split], values[split:]) for i, values in replies.items()}
 
     def kept(self) -> dict[int, dict[str, Any]]:
@@ -190,10 +188,6 @@ class ParticipantProcesses(AbstractContextManager["ParticipantProcesses"]):
     def __exit__(self, *error: Any) -> None:
         """End the processes."""
         self._stack.close()
-
-
-def _encoded(values: Sequence[Any]) -> bytes:
-    return encode_values({str(k): x for k, x in enumerate(values)})
 
 
 @contextlib.contextmanager
@@ -234,15 +228,15 @@ def serve(connection: socket.socket) -> None:
         if stage is None:
             send(connection, Packet({}, [encode_values(kept[i]) for i in participants]))
             continue
-        shared = list(decode_values(request.arrays[0]).values())
+        shared = decode_list(request.arrays[0])
         answers = []
         for i, content in zip(participants, request.arrays[1:], strict=True):
-            rows = list(decode_values(content).values())
+            rows = decode_list(content)
             noise = draw_noise(artifact.manifest["stages"][stage]["noise"])
             given = own[i] | kept[i] | noise
             terms, shown, new = artifact.client(stage)(i, shared, rows, given)
             kept[i] |= new
-            answers.append(_encoded([*terms, *shown]))
+            answers.append(encode_list([*terms, *shown]))
         send(connection, Packet({}, answers))
 
 

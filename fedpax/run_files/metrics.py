@@ -219,11 +219,24 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             self._events.flush()
             self._flushed = time.monotonic()
 
-    def write_sizes(self, sizes: Mapping[str, float | str]) -> None:
+    def write_sizes(
+        self,
+        num_parameters: int,
+        num_participants: int,
+        item_unit: str,
+        items_per_round: int,
+        **more: float,
+    ) -> None:
         """Write the line of kind `run`, the first of the file, unless the file has it already."""
         if not self._enabled or select(self.kept, "run"):
             return
-        line = {"kind": "run", "round": 0, **_json_values(sizes)}
+        sizes: dict[str, float | str] = {
+            "num_parameters": num_parameters,
+            "num_participants": num_participants,
+            "item_unit": item_unit,
+            "items_per_round": items_per_round,
+        }
+        line = {"kind": "run", "round": 0, **_json_values(sizes | more)}
         path, text = self._folder / METRICS, json.dumps(line) + "\n"
         if not self._sum.bytes:
             self._append(line)

@@ -226,10 +226,7 @@ class Coordinator:
         if not self.done:
             size = sum(leaf.size for leaf in jax.tree.leaves(params))
             clients = self.exchange.sites.num_clients
-            self._metrics.write_sizes(
-                {"num_parameters": size, "num_participants": program.run.cohort_size}
-                | {"item_unit": "examples", "items_per_round": 0}
-            )
+            self._metrics.write_sizes(size, program.run.cohort_size, "examples", 0)
             sizes = f"{count_of(size, 'parameter')}, {count_of(clients, 'client')}"
             self._progress.note(f"{sizes}; folder {self._folder}")
             for line in program.run.notes:

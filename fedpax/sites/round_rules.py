@@ -32,20 +32,12 @@ class RoundRules(NamedTuple):
         """Check the ranges."""
         make_codec(self.down)
         make_codec(self.up, "up")
-        if self.min_sites < 1:
-            raise ArgumentError(
-                f"min_sites={self.min_sites}, expected at least 1. Set for example --min_sites=2."
-            )
-        if self.missed_rounds < 1:
-            raise ArgumentError(
-                f"missed_rounds={self.missed_rounds}, expected at least 1. Set for example "
-                f"--missed_rounds={MOST_MISSED}."
-            )
-        if self.clients_per_site < 1:
-            raise ArgumentError(
-                f"clients_per_site={self.clients_per_site}, expected at least 1. Set for example "
-                f"--clients_per_site={CLIENTS_PER_SITE}."
-            )
+        examples = {"min_sites": 2, "missed_rounds": MOST_MISSED}
+        for name, example in {**examples, "clients_per_site": CLIENTS_PER_SITE}.items():
+            if (value := getattr(self, name)) < 1:
+                raise ArgumentError(
+                    f"{name}={value}, expected at least 1. Set for example --{name}={example}."
+                )
         if not re.fullmatch(r"examples|equal|capped:[1-9][0-9]{0,8}", self.weights):
             raise ArgumentError(
                 f"weights={self.weights!r}, expected examples, equal or capped:N. Set for example "

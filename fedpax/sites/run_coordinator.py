@@ -15,7 +15,7 @@ from fedpax.sites.site_files import (
     read_federation,
     write_federation,
 )
-from fedpax.sites.site_process import SyncerResult, identify, locked_folder, serving
+from fedpax.sites.site_process import SyncerResult, end_serving, identify, locked_folder, serving
 from fedpax.sites.site_table import SiteTable
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import new_token
@@ -72,7 +72,7 @@ def run_coordinator(
             certificates=certificates,
             max_message_bytes=lambda: exchange.max_message_bytes,
             max_calls_per_site=CALLS_OF_A_SITE,
-        ) as files:
+        ) as (files, preemption):
             coordinator = Coordinator(
                 experiment,
                 folder,
@@ -81,14 +81,14 @@ def run_coordinator(
                 checkpoints=files.checkpoints,
                 metrics=files.metrics,
                 progress=files.progress,
-                stop=lambda: files.preemption.signal is not None,
+                stop=lambda: preemption.signal is not None,
                 done=done,
                 signer=signer_of(certificates) if rules.secure_sums else None,
             )
             coordinator.run()
             if coordinator.done >= rounds:
                 coordinator.say_goodbye(goodbye_seconds)
-            return files.result(coordinator.done, coordinator.done >= rounds)
+            return end_serving(files, preemption, coordinator.done, coordinator.done >= rounds)
 
 
 def _open_exchange(

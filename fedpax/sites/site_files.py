@@ -17,7 +17,7 @@ from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.console import count_of
 from fedpax.errors import ArgumentError, ArgumentTypeError, DamagedStateError
 from fedpax.files import explain_damage, read_json
-from fedpax.run_files.configuration import to_json, write_configuration
+from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter, select, with_quantiles
 from fedpax.run_files.paths import write_atomically
 from fedpax.sites.contract import SITE_FILE, Json
@@ -44,8 +44,7 @@ class SiteFile(NamedTuple):
 def write_run(folder: Path, experiment: Any, exp: str, run: SiteFile) -> None:
     """Make a folder a run's, which `fedpax evaluate` and other commands read."""
     folder.mkdir(exist_ok=True)
-    write_configuration(folder, experiment, exp)
-    experiment.write_inputs(folder)
+    experiment.write_configuration(folder, exp)
     write_site_file(folder, run)
 
 

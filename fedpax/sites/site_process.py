@@ -112,19 +112,12 @@ def open_files(
         yield RunFiles(tracker, checkpoints, metrics, progress)
 
 
-class ServerFiles(NamedTuple):
-    """The files that a syncer writes, and the signals that stop it."""
-
-    tracker: Tracker
-    checkpoints: Checkpoints
-    metrics: MetricsWriter
-    progress: Progress
-    preemption: PreemptionGuard
-
-    def result(self, rounds: int, finished: bool) -> SyncerResult:
-        """Return the result of the call, and tell the tracker."""
-        self.tracker.finished = finished
-        return SyncerResult(rounds, finished, None if finished else self.preemption.signal)
+def end_serving(
+    files: RunFiles, preemption: PreemptionGuard, rounds: int, finished: bool
+) -> SyncerResult:
+    """Return the result of a syncer's call, and tell the tracker."""
+    files.tracker.finished = finished
+    return SyncerResult(rounds, finished, None if finished else preemption.signal)
 
 
 @contextlib.contextmanager
@@ -139,7 +132,7 @@ def serving(
     done: int,
     item_unit: str = "examples",
     **settings: Any,
-) -> Iterator[ServerFiles]:
+) -> Iterator[tuple[RunFiles, PreemptionGuard]]:
     """Open a syncer's files after `done` rounds, and serve sites, with settings of `serve`."""
     write_configuration(folder, experiment, exp)
     # The user can have restored an older copy of the state.
@@ -151,7 +144,7 @@ def serving(
     ):
         address = f"{listen.rpartition(':')[0]}:{server.port}"
         files.progress.note(f"listening at {address}; folder {folder}")
-        yield ServerFiles(*files, preemption)
+        yield files, preemption
 
 
 def patience(progress: Progress) -> Callable[[DisconnectedError], None]:

@@ -254,6 +254,10 @@ class Experiment(abc.ABC):
             exp: the experiment's name on the command line.
         """
         write_orbax(folder, params)
+        self.write_configuration(folder, exp)
+
+    def write_configuration(self, folder: Path, exp: str) -> None:
+        """Write `config.json` and the inputs to the folder of a run, or of an exported model."""
         write_configuration(folder, self, exp)
         self.write_inputs(folder)
 

@@ -62,14 +62,10 @@ class RoundLogger:
     def log_run(self, num_parameters: int, num_participants: int, item_unit: str) -> None:
         """Log the sizes of the run, unless `metrics.jsonl` has them already."""
         self._num_participants = num_participants
-        sizes: dict[str, float | str] = {
-            "num_parameters": num_parameters,
-            "num_participants": num_participants,
-            "item_unit": item_unit,
-            "items_per_round": self._items_per_round,
-            "bytes_across_placement_per_round": self._bytes_across_placement,
-        }
-        self._metrics.write_sizes(sizes)
+        more = {"bytes_across_placement_per_round": self._bytes_across_placement}
+        self._metrics.write_sizes(
+            num_parameters, num_participants, item_unit, self._items_per_round, **more
+        )
 
     def is_device_busy(self) -> bool:
         """Return whether the devices still compute the round that was dispatched last."""

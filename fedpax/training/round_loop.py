@@ -17,7 +17,7 @@ from fedpax.elastic.host_copies import HostCopy
 from fedpax.elastic.membership import CopiesOfRounds
 from fedpax.preemption import PreemptionGuard
 from fedpax.processes.communication import gather_json
-from fedpax.run_files.configuration import to_json, write_configuration
+from fedpax.run_files.configuration import to_json
 from fedpax.run_files.goodput import GoodputClock, line_values
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.training.compiled_round import CompiledLengths, CompiledRound, compile_round, init_state
@@ -190,8 +190,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             utilization=self._utilization,
         )
         if jax.process_index() == 0:
-            write_configuration(self._folder, self._experiment, self._exp)
-            self._experiment.write_inputs(self._folder)
+            self._experiment.write_configuration(self._folder, self._exp)
         self._logger.log_run(compiled.num_parameters, compiled.num_participants, run.item_unit)
         self._saved = self.done
         self._clock.mark_checkpoint(self.done)

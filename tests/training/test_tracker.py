@@ -53,7 +53,7 @@ def write_rounds(folder: Path, first: int, last: int, notes: list[str], **option
         track(folder, notes, **options) as sender,
         MetricsWriter(folder, after=first - 1, listener=sender.add) as metrics,
     ):
-        metrics.write_sizes({"num_parameters": 3, "item_unit": "tokens"})
+        metrics.write_sizes(3, 1, "tokens", 8)
         for number in range(first, last + 1):
             metrics.write("training", number, {"loss": losses[number]})
             if number % 2 == 0:

@@ -7,7 +7,6 @@ from fedpax.commands.parts.saved_run import build_run
 from fedpax.deploy.flower.app_files import PACKAGE, write_app
 from fedpax.deploy.round_program import pack_experiment, parse_program
 from fedpax.experiments.fedavg_files import FedAvgFiles
-from fedpax.run_files.configuration import write_configuration
 from fedpax.training.experiment import Experiment
 
 _HELDOUT = '''\
@@ -38,8 +37,7 @@ def write_flower_app(folder: Path, experiment: Experiment, exp: str) -> str:
         size=program.size,
         participants=run.placement,
     )
-    write_configuration(folder / PACKAGE, experiment, exp)
-    experiment.write_inputs(folder / PACKAGE)
+    experiment.write_configuration(folder / PACKAGE, exp)
     return (
         f"a Flower app for {program.size} of {program.settings.num_clients} {run.placement}, "
         f"program {program.program[:12]}"
@@ -50,8 +48,7 @@ def write_heldout_data(experiment: Experiment, exp: str, folder: Path) -> None:
     """Write the files by which a node of an evaluation reads its held-out examples."""
     experiment = _with_absolute_files(experiment)
     (folder / "data.py").write_text(_HELDOUT, encoding="utf-8")
-    write_configuration(folder, experiment, exp)
-    experiment.write_inputs(folder)
+    experiment.write_configuration(folder, exp)
 
 
 def _with_absolute_files(experiment: Experiment) -> Experiment:

@@ -279,13 +279,11 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write a state by name as `.npz`, completely or not at all."""
-    import jax
     import numpy as np
 
-    arrays = {}
-    for name, value in state.items():
-        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-        arrays[name] = np.asarray(jax.random.key_data(value) if is_key else value)
+    from fedpax.deploy.encoded_values import numbers_of
+
+    arrays = {name: numbers_of(value) for name, value in state.items()}
     draft = path.with_name(f".{path.name}")
     with draft.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]  # NumPy types its other keywords

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fedpax.clients.cohort import Cohort
 from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
-from fedpax.deploy.encoded_values import decode_values, encode_values
+from fedpax.deploy.encoded_values import decode_list, encode_list
 from fedpax.deploy.nodes.kept_state import KeptState, KeptStateError
 from fedpax.deploy.nodes.node_sums import KIND, NodeSums
 from fedpax.deploy.nodes.vectors import to_vector
@@ -108,7 +108,7 @@ class NodeProgram:
         stage, key, counted = int(values["stage"]), str(values["key"]), str(values["counted"])
         participant, seed = int(values["participant"]), int(values["seed"])
         messages = self.program.artifact.manifest["stages"]
-        shared, rows = (list(decode_values(x).values()) for x in arrays)
+        shared, rows = (decode_list(x) for x in arrays)
         kept = self._kept(str(values["run"]), participant)
         state = kept.read(counted) if counted else self.program.initial_own(seed, participant)
         if state is None:
@@ -141,8 +141,7 @@ class NodeProgram:
             bound, levels = float(values["secure_bound"]), int(values["secure_levels"])
             sent = [to_vector(terms, bound, levels)]
         else:
-            groups = (terms, shown)
-            sent = [encode_values({str(i): x for i, x in enumerate(group)}) for group in groups]
+            sent = [encode_list(terms), encode_list(shown)]
         return Packet({"program": self.program.program}, sent)
 
     def _count(self, values: Mapping[str, Any], name: str, config: Mapping[str, Any]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
-from fedpax.deploy.encoded_values import decode_values, encode_values
+from fedpax.deploy.encoded_values import decode_list, decode_values, encode_list
 from fedpax.deploy.nodes.node_roster import Network, NodeReply, NodeRoster
 from fedpax.deploy.packets import Packet, one_line
 from fedpax.deploy.round_program import RoundProgram
@@ -224,10 +224,10 @@ class RoundServer:
                 request = server.send(reply)
             except StopIteration as end:
                 return answering, end.value
-            shared = _encode(request.shared)
+            shared = encode_list(request.shared)
             packets = {}
             for k in answering:
-                rows = _encode([x[index[k]] for x in request.rows])
+                rows = encode_list([x[index[k]] for x in request.rows])
                 values = {
                     "kind": "train",
                     "program": self.program.program,
@@ -290,7 +290,7 @@ class RoundServer:
         total: Sequence[Any] = ()
         shown: list[list[Any]] = []
         for answer in answers:
-            terms, seen = (list(decode_values(x).values()) for x in answer.arrays)
+            terms, seen = (decode_list(x) for x in answer.arrays)
             total = merge(total, terms) if shown else terms
             shown.append(seen)
         return total, [jnp.stack(rows) for rows in zip(*shown, strict=True)]
@@ -334,10 +334,6 @@ class RoundServer:
         if len(answers) < enough:
             self.roster.greet_again(packets[k][0] for k in waiting.values())
         return answers
-
-
-def _encode(arrays: Iterable[Any]) -> bytes:
-    return encode_values({str(i): x for i, x in enumerate(arrays)})
 
 
 def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:

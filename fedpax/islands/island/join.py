@@ -280,16 +280,16 @@ def _make_log(
 ) -> IslandLog:
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     files.progress.note(f"{size:,} parameters on {describe_devices(run.mesh)}; folder {folder}")
-    log = IslandLog(
+    items_per_round = run.items_per_round // parts_of(run).islands
+    files.metrics.write_sizes(size, 1, run.item_unit, items_per_round)
+    return IslandLog(
         files.metrics,
         files.progress,
         transferred_bytes=lambda: exchange.transferred_bytes,
         started=started,
-        items_per_round=run.items_per_round // parts_of(run).islands,
+        items_per_round=items_per_round,
         stop_on_non_finite=experiment.training.stop_on_non_finite,
     )
-    log.write_sizes(size, run.item_unit)
-    return log
 
 
 def _open_data(

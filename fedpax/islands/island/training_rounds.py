@@ -148,17 +148,6 @@ class IslandLog:
         self._pending: tuple[int, Metrics, float] | None = None
         self._clock = time.perf_counter()
 
-    def write_sizes(self, num_parameters: int, item_unit: str) -> None:
-        """Write the sizes of the run, unless the file has them already."""
-        self._metrics.write_sizes(
-            {
-                "num_parameters": num_parameters,
-                "num_participants": 1,
-                "item_unit": item_unit,
-                "items_per_round": self._items_per_round,
-            }
-        )
-
     def add(self, round_number: int, metrics: Metrics, waited_seconds: float) -> None:
         """Accept the metrics of a dispatched round, and log the round before it."""
         self.flush()

@@ -26,7 +26,7 @@ from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter, with_quantiles
 from fedpax.run_files.paths import latest_round
-from fedpax.sites.site_process import SyncerResult, identify, locked_folder, serving
+from fedpax.sites.site_process import SyncerResult, end_serving, identify, locked_folder, serving
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.progress import Progress
 from fedpax.transport.admission import NO_LIMITS, Admission, SiteLimits
@@ -139,9 +139,9 @@ def run_syncer(
                 certificates=certificates,
                 max_message_bytes=largest_fragment(model.formats),
                 max_calls=max(128, 4 * parts.islands),  # an island has up to two at a time
-            ) as files,
+            ) as (files, preemption),
         ):
-            progress, metrics, preemption = files.progress, files.metrics, files.preemption
+            progress, metrics = files.progress, files.metrics
             if every := experiment.training.evaluate_every:
                 progress.note(
                     f"training.evaluate_every={every} has no effect: a syncer and its islands "
@@ -149,7 +149,8 @@ def run_syncer(
                 )
             if syncer.merges:
                 progress.note(f"resuming after merge {syncer.merges} of {rounds * phases}")
-            _write_sizes(metrics, run, params)
+            size = sum(leaf.size for leaf in jax.tree.leaves(params))
+            metrics.write_sizes(size, parts.islands, run.item_unit, run.items_per_round)
             log = RoundLog(metrics, progress, phases, syncer.totals)
             log.restore(read_merges(folder), syncer.totals)
             merged = _MergedRounds(experiment, model, metrics, files.checkpoints, log, first)
@@ -161,7 +162,7 @@ def run_syncer(
                 files.checkpoints.wait()  # the outer model is there when islands learn the end
                 _say_goodbye(syncer, progress, preemption, goodbye_seconds)
             watch.update(syncer.islands(), force=True)
-            return files.result(merged.done, syncer.finished)
+            return end_serving(files, preemption, merged.done, syncer.finished)
 
 
 def _initial_params(run: Run, experiment: Experiment) -> Params:
@@ -181,17 +182,6 @@ def _evaluation(run: Run) -> Callable[[Params], dict[str, float]]:
         return {name: float(np.asarray(value)) for name, value in metrics.items()}
 
     return evaluate
-
-
-def _write_sizes(metrics: MetricsWriter, run: Run, params: Params) -> None:
-    metrics.write_sizes(
-        {
-            "num_parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
-            "num_participants": parts_of(run).islands,
-            "item_unit": run.item_unit,
-            "items_per_round": run.items_per_round,
-        }
-    )
 
 
 class _MergedRounds:

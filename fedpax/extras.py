@@ -1,9 +1,10 @@
 """Extras: the optional packages of fedpax, and the message that names the extra to install."""
 
 import contextlib
+import importlib
 import importlib.util
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedpax.errors import MissingPackageError
 
@@ -51,6 +52,16 @@ EXTRAS = {
 """The extras by name. `pip install 'fedpax[NAME]'` installs one."""
 
 _EXTRA_OF = {module: name for name, extra in EXTRAS.items() for module in extra.modules}
+
+
+class LazyModule:
+    """A module of an extra that is imported when one of its names is first read."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
 
 
 def is_installed(module: str) -> bool:

@@ -6,8 +6,8 @@ import functools
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -320,11 +320,9 @@ _FACTORS = [2 ** (k / 20) for k in range(-60, 61)]  # around the best order, if 
 _releases = jax.make_user_context(1)
 
 
-@contextmanager
-def several_releases(number: int) -> Iterator[None]:
+def several_releases(number: int) -> AbstractContextManager[None]:
     """Count each aggregate as one of several releases of a round, such as one for each fragment."""
-    with _releases(_releases.value * number):
-        yield
+    return _releases(_releases.value * number)
 
 
 def releases_per_round() -> int:

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, evaluate, read_atom, rebind
-from fedpax.primitives.jaxpr_analysis import inner_jaxprs
-from fedpax.transforms.inlining import replace_jaxprs
+from fedpax.primitives._jax import ClosedJaxpr, JaxprEqn, evaluate, read_atom, rebind
+from fedpax.primitives.jaxpr_analysis import all_eqns, replace_jaxprs
 
 
 def with_unique_keys(fn: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -27,7 +26,7 @@ def with_unique_keys(fn: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 def _rewrite(closed: ClosedJaxpr) -> ClosedJaxpr:
-    if not _has_sort(closed.jaxpr):
+    if not any(map(_is_sort, all_eqns(closed.jaxpr))):
         return closed
 
     def run(*args: Any) -> list[Any]:
@@ -41,10 +40,6 @@ def _rewrite(closed: ClosedJaxpr) -> ClosedJaxpr:
         return [read_atom(v, values) for v in jaxpr.outvars]
 
     return jax.make_jaxpr(run)(*closed.in_avals)
-
-
-def _has_sort(jaxpr: Jaxpr) -> bool:
-    return any(_is_sort(eqn) or any(map(_has_sort, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
 
 
 def _is_sort(eqn: JaxprEqn) -> bool:

@@ -32,6 +32,7 @@ from fedpax.primitives.jaxpr_analysis import (
     depends_on,
     inner_jaxprs,
     is_rematerialized,
+    replace_jaxprs,
     residual_sources,
     strip_final,
 )
@@ -313,20 +314,10 @@ def _run(closed: ClosedJaxpr, run_call: Callable[..., list], *args: Any) -> list
             with context_of(eqn):
                 outputs = run_call(eqn, inputs)
         elif any(map(_has_batch_rule, _inner_jaxprs(eqn))):
-            params = {name: _expand_param(p, run_call) for name, p in eqn.params.items()}
+            expand = functools.partial(_expand, run_call=run_call)
+            params = {name: replace_jaxprs(expand, p) for name, p in eqn.params.items()}
             outputs = rebind(eqn, inputs, params)
         else:
             outputs = rebind(eqn, inputs)
         values.update(zip(eqn.outvars, outputs, strict=True))
     return [read_atom(v, values) for v in jaxpr.outvars]
-
-
-def _expand_param(param: Any, run_call: Callable[..., list]) -> Any:
-    """Expand the calls in the jaxprs among an equation's parameters."""
-    if isinstance(param, ClosedJaxpr):
-        return _expand(param, run_call)
-    if isinstance(param, Jaxpr):
-        return _expand(ClosedJaxpr(param, ()), run_call).jaxpr
-    if type(param) in (tuple, list):
-        return type(param)(_expand_param(p, run_call) for p in param)
-    return param

@@ -1,7 +1,7 @@
 """Analyses of jaxprs: dependencies, residuals, rematerialization."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,25 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
             elif isinstance(item, Jaxpr):
                 jaxprs.append(item)
     return jaxprs
+
+
+def all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yield the equations of a jaxpr, each before those of the jaxprs in it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from all_eqns(inner)
+
+
+def replace_jaxprs(change: Callable[[ClosedJaxpr], ClosedJaxpr], param: Any) -> Any:
+    """Apply a function to the jaxprs in a parameter of a loop or a conditional."""
+    if isinstance(param, ClosedJaxpr):
+        return change(param)
+    if isinstance(param, Jaxpr):
+        return change(ClosedJaxpr(param, ())).jaxpr
+    if type(param) in (tuple, list):
+        return type(param)(replace_jaxprs(change, p) for p in param)
+    return param
 
 
 def is_rematerialized(jaxpr: ClosedJaxpr) -> bool:

@@ -1,8 +1,8 @@
 """Placements: named groups of participants, active during tracing; the primitive of a program."""
 
 import operator
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -53,21 +53,18 @@ def active_placements() -> tuple[ActivePlacement, ...]:
     return _active.value
 
 
-@contextmanager
-def activate(entries: tuple[ActivePlacement, ...]) -> Iterator[None]:
+def activate(entries: tuple[ActivePlacement, ...]) -> AbstractContextManager[None]:
     """Set the active placements of this thread within the context."""
-    with _active(entries):
-        yield
+    return _active(entries)
 
 
-@contextmanager
-def enter_participant(name: str) -> Iterator[None]:
+def enter_participant(name: str) -> AbstractContextManager[None]:
     """Mark the code within the context as running on one participant of the placement `name`."""
-    entries = tuple(
-        a._replace(inside=True) if a.placement.name == name else a for a in active_placements()
+    return activate(
+        tuple(
+            a._replace(inside=True) if a.placement.name == name else a for a in active_placements()
+        )
     )
-    with activate(entries):
-        yield
 
 
 def declare_placements(
@@ -215,11 +212,9 @@ federated_program_p.multiple_results = True
 _for_stages = jax.make_user_context(False)
 
 
-@contextmanager
-def trace_for_stages() -> Iterator[None]:
+def trace_for_stages() -> AbstractContextManager[None]:
     """Trace programs with noise of the participants, and without simulated masks."""
-    with _for_stages(True):
-        yield
+    return _for_stages(True)
 
 
 def is_for_stages() -> bool:

@@ -40,28 +40,9 @@ TIMINGS = frozenset(
 )
 """Metrics that differ between two runs of one configuration: timings. All others are equal."""
 
-RESERVED_METRICS = frozenset(
-    {
-        "kind",
-        "round",
-        "items",
-        "bytes_across_placement",
-        "seconds",
-        "input_wait_fraction",
-        "items_per_second",
-        "mfu",
-        "update_norm",
-        "spikes",
-        "skipped_rounds",
-        "non_finite_rounds",
-        "input_seconds",
-        "compile_seconds",
-        "step_seconds",
-        "evaluate_seconds",
-        "save_seconds",
-        "lost_seconds",
-        "wall_seconds",
-    }
+RESERVED_METRICS = TIMINGS.union(
+    ("kind", "round", "items", "bytes_across_placement", "update_norm"),
+    ("spikes", "skipped_rounds", "non_finite_rounds"),
 )
 """The keys that the training loop adds to each line of `metrics.jsonl`."""
 

@@ -169,26 +169,6 @@ class ClientStage(NamedTuple):
         return [self.monoids[i] for i in self.sent]
 
 
-def client_stages(
-    plan: StreamingPlan,
-    server: ServerParts,
-    server_names: Sequence[str],
-    own: Sequence[str],
-    kept: Sequence[str],
-    known: Collection[str] = (),
-    noise: Mapping[str, float] | None = None,
-) -> list[ClientStage]:
-    """Make the stages of a plan; `noise` has the standard deviations of own values."""
-    stages = list(_Builder(plan, server, server_names, own, kept, known, noise or {}).stages())
-    names = [v.name for stage in stages for v in stage.messages.noise]
-    if len(set(names)) < len(names):
-        raise ArgumentError(
-            "stages() found noise that two stages read, expected one: the function of the map "
-            "would run twice. Return what the second stage needs from another federated_map()."
-        )
-    return stages
-
-
 def first_noisy_request(
     plan: StreamingPlan, stages: Sequence[ClientStage], noise: Collection[Var]
 ) -> int | None:
@@ -200,7 +180,9 @@ def first_noisy_request(
     return next((s.number for s in stages if noisy.intersection([*s.shared, *s.rows])), None)
 
 
-class _Builder:
+class StageBuilder:
+    """Makes the stages of a plan; `noise` has the standard deviations of own values."""
+
     def __init__(
         self,
         plan: StreamingPlan,
@@ -230,9 +212,16 @@ class _Builder:
             self.read_by_server.update(shared)
         self.carried: dict[Var, str] = {}
 
-    def stages(self) -> Iterator[ClientStage]:
-        for number, phase in enumerate(self.phases):
-            yield self._stage(number, phase)
+    def stages(self) -> list[ClientStage]:
+        """Make the stages."""
+        stages = [self._stage(number, phase) for number, phase in enumerate(self.phases)]
+        names = [v.name for stage in stages for v in stage.messages.noise]
+        if len(set(names)) < len(names):
+            raise ArgumentError(
+                "stages() found noise that two stages read, expected one: the function of the map "
+                "would run twice. Return what the second stage needs from another federated_map()."
+            )
+        return stages
 
     def _stage(self, number: int, phase: int) -> ClientStage:
         plan = self.plan

@@ -1,14 +1,19 @@
 """Inline calls, so that array code between maps and reductions is at the top level of a jaxpr."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, aval_of, read_atom, rebind
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
-from fedpax.primitives.jaxpr_analysis import CHECKPOINT_PRIMITIVES, inner_jaxprs
+from fedpax.primitives.jaxpr_analysis import (
+    CHECKPOINT_PRIMITIVES,
+    all_eqns,
+    inner_jaxprs,
+    replace_jaxprs,
+)
 from fedpax.primitives.layout import has_own_shardings
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement, federated_program_p
@@ -31,10 +36,7 @@ CALLS = {
 
 def is_federated(jaxpr: Jaxpr) -> bool:
     """Return whether a jaxpr contains a `federated_map`, at any depth."""
-    return any(
-        eqn.primitive is federated_map_p or any(map(is_federated, inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+    return any(eqn.primitive is federated_map_p for eqn in all_eqns(jaxpr))
 
 
 def placements_of(jaxpr: Jaxpr) -> list[Placement]:
@@ -45,12 +47,8 @@ def placements_of(jaxpr: Jaxpr) -> list[Placement]:
 
 def program_placements(jaxpr: Jaxpr) -> set[str]:
     """Return the names of the placements that the programs in a jaxpr declare, at any depth."""
-    names: set[str] = set()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is federated_program_p:
-            names.update(placement.name for placement in eqn.params["placements"])
-        names.update(*map(program_placements, inner_jaxprs(eqn)))
-    return names
+    programs = (eqn for eqn in all_eqns(jaxpr) if eqn.primitive is federated_program_p)
+    return {placement.name for eqn in programs for placement in eqn.params["placements"]}
 
 
 def inline(
@@ -83,7 +81,9 @@ def _run_inlined(
 ) -> list:
     # The placed values, by identity. They are kept alive, so that no identity is used twice.
     placed: dict[int, Any] = {}
-    sizes = set(_sizes(closed.jaxpr))
+    # The leading shapes of placed values: the sizes of the placements that have maps.
+    maps = (eqn for eqn in all_eqns(closed.jaxpr) if eqn.primitive is federated_map_p)
+    sizes = {(eqn.params["placement"].size,) for eqn in maps}
 
     def run(
         jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], call: JaxprEqn | None = None
@@ -115,29 +115,9 @@ def _run_inlined(
     return run(closed.jaxpr, closed.consts, args)
 
 
-def _sizes(jaxpr: Jaxpr) -> Iterator[tuple[int]]:
-    """Yield the leading shapes of placed values: the sizes of the placements that have maps."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is federated_map_p:
-            yield (eqn.params["placement"].size,)
-        for inner in inner_jaxprs(eqn):
-            yield from _sizes(inner)
-
-
 def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """Return the jaxpr of an equation that is a call without shardings of its own."""
     if eqn.primitive.name not in CALLS or has_own_shardings(eqn):
         return None
     body = eqn.params[CALLS[eqn.primitive.name]]
     return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
-
-
-def replace_jaxprs(change: Callable[[ClosedJaxpr], ClosedJaxpr], param: Any) -> Any:
-    """Apply a function to the jaxprs in a parameter of a loop or a conditional."""
-    if isinstance(param, ClosedJaxpr):
-        return change(param)
-    if isinstance(param, Jaxpr):
-        return change(ClosedJaxpr(param, ())).jaxpr
-    if type(param) in (tuple, list):
-        return type(param)(replace_jaxprs(change, p) for p in param)
-    return param

@@ -19,7 +19,7 @@ from fedpax.primitives._jax import (
     eliminate_dead_code,
     name_results,
 )
-from fedpax.primitives.jaxpr_analysis import inner_jaxprs
+from fedpax.primitives.jaxpr_analysis import all_eqns, inner_jaxprs
 from fedpax.primitives.layout import unplaced_aval
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement, resolve_placement
@@ -57,21 +57,13 @@ def is_mark(eqn: JaxprEqn, mark: str) -> bool:
 
 def least_masked(jaxpr: Jaxpr) -> int | None:
     """Return the fewest participants that the masked sums of a jaxpr may have; None without any."""
-    least = [
-        int(eqn.params["name"].removeprefix(MASKED))
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name == "name" and str(eqn.params["name"]).startswith(MASKED)
-    ]
-    inner = [least_masked(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn)]
-    return max((k for k in (*least, *inner) if k is not None), default=None)
+    names = [str(eqn.params["name"]) for eqn in all_eqns(jaxpr) if eqn.primitive.name == "name"]
+    return max((int(n.removeprefix(MASKED)) for n in names if n.startswith(MASKED)), default=None)
 
 
 def has_mark(jaxpr: Jaxpr, mark: str) -> bool:
     """Return whether a jaxpr has a marked value, at any depth."""
-    return any(
-        is_mark(eqn, mark) or any(has_mark(inner, mark) for inner in inner_jaxprs(eqn))
-        for eqn in jaxpr.eqns
-    )
+    return any(is_mark(eqn, mark) for eqn in all_eqns(jaxpr))
 
 
 def has_live_mark(jaxpr: Jaxpr, mark: str) -> bool:

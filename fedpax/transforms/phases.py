@@ -16,7 +16,7 @@ from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.max_min import federated_max_p, federated_min_p
 from fedpax.primitives.placement import Placement
 from fedpax.transforms.streaming_plan import Atom, StreamingPlan, is_map
-from fedpax.transforms.unstack import LoopReduction, Unstacked, loop_reduction, unstack
+from fedpax.transforms.unstack import Unstacked, loop_reduction, unstack
 from fedpax.transforms.unstack_rules import AxisMap
 
 # The longest chain of maps of different phases that a loop runs to rematerialize a value.
@@ -64,34 +64,7 @@ class _PlanBuilder:
         self._last_effect = EffectOrder(phase=0, in_loop=False)
         self._computed_by_server = computed_by_server
         self._others: list[JaxprEqn] = []  # equations that no loop computes
-        self._aliases: dict[Var, Atom] = {}
-        self._producer: dict[Var, Unstacked] = {}
-        self._axis: dict[Var, int] = {}
-        self._mapped: set[Var] = set()
-        self._remat_depth: dict[Var, int] = {}
-        self._phase: dict[Var, int] = {}
-        self._candidates: dict[int, LoopReduction] = {}
-        self._loops: dict[int, list[JaxprEqn]] = {}
-        self._reductions: dict[int, list[LoopReduction]] = {}
-        self._stored: dict[int, dict[Var, str]] = {}
-        self._on_server: set[Var] = set()
-        self._server: dict[int, list[JaxprEqn]] = {}
-        self.plan = StreamingPlan(
-            jaxpr,
-            placement,
-            aliases=self._aliases,
-            producer=self._producer,
-            axis=self._axis,
-            mapped=self._mapped,
-            remat_depth=self._remat_depth,
-            phase=self._phase,
-            candidates=self._candidates,
-            loops=self._loops,
-            reductions=self._reductions,
-            stored=self._stored,
-            on_server=self._on_server,
-            server=self._server,
-        )
+        self.plan = StreamingPlan(jaxpr, placement)
         for eqn in jaxpr.eqns:
             if is_map(eqn, placement):
                 self._alias_forwarded_arguments(eqn)
@@ -108,7 +81,7 @@ class _PlanBuilder:
         operand = dict(zip(inner.invars, self.plan.operands(eqn), strict=True))
         for outer, v in zip(eqn.outvars, inner.outvars, strict=True):
             if isinstance(v, Var) and v in operand:
-                self._aliases[outer] = operand[v]
+                self.plan.aliases[outer] = operand[v]
 
     def operands_on_another_axis(self, eqn: JaxprEqn) -> frozenset[Var]:
         """Return operands of a federated equation whose participants are not on axis 0."""
@@ -126,11 +99,11 @@ class _PlanBuilder:
         known = self._known_axes(eqn)
         reduction = loop_reduction(eqn, self.plan.placement, self._mesh_axis, known)
         if reduction is not None:
-            self._candidates[id(eqn)] = reduction
+            self.plan.candidates[id(eqn)] = reduction
         if eqn.effects:
             self._not_before[id(eqn)] = self._last_effect.phase + self._last_effect.in_loop
             self._last_effect = EffectOrder(self._server_phase(eqn), in_loop=False)
-        self._phase.update(dict.fromkeys(eqn.outvars, self._server_phase(eqn)))
+        self.plan.phase.update(dict.fromkeys(eqn.outvars, self._server_phase(eqn)))
         self._others.append(eqn)
 
     def _unstack(self, eqn: JaxprEqn) -> Unstacked | None:
@@ -150,7 +123,7 @@ class _PlanBuilder:
     def _known_axes(self, eqn: JaxprEqn) -> list[int | None]:
         """Return, for each operand that a loop can compute, the participants' axis."""
         operands = self.plan.operands(eqn)
-        return [self._axis.get(v) if isinstance(v, Var) else None for v in operands]
+        return [self.plan.axis.get(v) if isinstance(v, Var) else None for v in operands]
 
     def _add_to_loop(self, unstacked: Unstacked) -> None:
         plan, eqn = self.plan, unstacked.eqn
@@ -160,27 +133,27 @@ class _PlanBuilder:
             phase = max(phase, self._last_effect.phase)
             self._last_effect = EffectOrder(phase, in_loop=True)
         if is_map(eqn, plan.placement):
-            self._loops.setdefault(phase, []).append(eqn)
-            self._stored.setdefault(phase, {})
+            self.plan.loops.setdefault(phase, []).append(eqn)
+            self.plan.stored.setdefault(phase, {})
         self._add_producer(unstacked)
-        self._phase.update(dict.fromkeys(eqn.outvars, phase))
+        self.plan.phase.update(dict.fromkeys(eqn.outvars, phase))
         if eqn.primitive is federated_map_p or any(map(plan.is_mapped, operands)):
-            self._mapped.update(eqn.outvars)
+            self.plan.mapped.update(eqn.outvars)
             depth = _remat_depth(plan, eqn, operands, phase)
             if depth is not None:
                 results = (v for v in eqn.outvars if v not in self._extremum_operands)
-                self._remat_depth.update((v, depth) for v in results)
+                self.plan.remat_depth.update((v, depth) for v in results)
 
     def _add_producer(self, unstacked: Unstacked) -> None:
         for v, axis in zip(unstacked.eqn.outvars, unstacked.axes.results, strict=True):
             assert axis is not None  # `unstack` returns no equation that combines participants
-            self._producer[v] = unstacked
-            self._axis[v] = axis
+            self.plan.producer[v] = unstacked
+            self.plan.axis[v] = axis
 
     def _server_phase(self, eqn: JaxprEqn) -> int:
         """Return the phase of an equation of the server: after the loops that it depends on."""
         plan, operands = self.plan, self.plan.operands(eqn)
-        if id(eqn) in self._candidates and any(map(plan.is_rematerializable, operands)):
+        if id(eqn) in self.plan.candidates and any(map(plan.is_rematerializable, operands)):
             return 1 + max(map(plan.phase_of, operands))
         phases = [plan.phase_of(v) + plan.is_mapped(v) for v in operands]
         return max([*phases, self._not_before.get(id(eqn), 0)])
@@ -235,10 +208,10 @@ class _PlanBuilder:
         if user is None:
             return {None}
         operands = self.plan.operands(user)
-        if user.outvars and user.outvars[0] in self._producer:
-            axes = self._producer[user.outvars[0]].axes.operands
-        elif id(user) in self._candidates and any(map(self.plan.is_mapped, operands)):
-            axes = self._candidates[id(user)].axes
+        if user.outvars and user.outvars[0] in self.plan.producer:
+            axes = self.plan.producer[user.outvars[0]].axes.operands
+        elif id(user) in self.plan.candidates and any(map(self.plan.is_mapped, operands)):
+            axes = self.plan.candidates[id(user)].axes
         else:
             return {None}
         return {axis for operand, axis in zip(operands, axes, strict=True) if operand == v}
@@ -251,24 +224,24 @@ class _PlanBuilder:
         available = phase - 1 == max(map(plan.phase_of, operands), default=0)
         has_loop = any(map(plan.is_rematerializable, operands)) or phase - 1 in plan.loops
         if id(eqn) in plan.candidates and available and has_loop:
-            self._loops.setdefault(phase - 1, [])
-            self._stored.setdefault(phase - 1, {})
-            self._reductions.setdefault(phase - 1, []).append(plan.candidates[id(eqn)])
+            self.plan.loops.setdefault(phase - 1, [])
+            self.plan.stored.setdefault(phase - 1, {})
+            self.plan.reductions.setdefault(phase - 1, []).append(plan.candidates[id(eqn)])
             return
-        self._server.setdefault(phase, []).append(eqn)
+        self.plan.server.setdefault(phase, []).append(eqn)
         for operand in operands:
             self._store(operand, f"the server reads it in {eqn.primitive.name!r}")
 
     def _store(self, v: Atom, reason: str) -> None:
         """Record that a value is needed for all participants at once."""
-        if isinstance(v, Literal) or v not in self._mapped:
+        if isinstance(v, Literal) or v not in self.plan.mapped:
             return
         phase = self.plan.phase_of(v)
-        if phase in self._loops:
-            self._stored[phase].setdefault(v, reason)
+        if phase in self.plan.loops:
+            self.plan.stored[phase].setdefault(v, reason)
             return
-        self._on_server.add(v)
-        for operand in self.plan.operands(self._producer[v].eqn):
+        self.plan.on_server.add(v)
+        for operand in self.plan.operands(self.plan.producer[v].eqn):
             self._store(operand, reason)
 
 

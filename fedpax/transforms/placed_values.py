@@ -21,7 +21,7 @@ from fedpax.primitives._jax import (
     scan_sizes,
 )
 from fedpax.primitives.broadcast import federated_index_p
-from fedpax.primitives.jaxpr_analysis import inner_jaxprs
+from fedpax.primitives.jaxpr_analysis import all_eqns
 from fedpax.primitives.layout import explicit_axis
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
@@ -265,13 +265,11 @@ def bodies_of(eqn: JaxprEqn) -> list[Body] | None:
 def collectives_of(jaxpr: Jaxpr, axis: str) -> list[JaxprEqn]:
     """Return the collectives of a `shard_map` along a mesh axis."""
     collectives = []
-    for eqn in jaxpr.eqns:
+    for eqn in all_eqns(jaxpr):
         named = eqn.params.get("axis_name", eqn.params.get("axes", ()))
         names = named if isinstance(named, tuple | list) else (named,)
         if axis in names and eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
             collectives.append(eqn)
-        for inner in inner_jaxprs(eqn):
-            collectives += collectives_of(inner, axis)
     return collectives
 
 

@@ -11,7 +11,7 @@ import jax
 from fedpax.primitives._jax import Var, aval_of, evaluate
 from fedpax.primitives.placement import trace_for_stages
 from fedpax.primitives.user_functions import function_name
-from fedpax.transforms.client_stages import ClientFn, Stage, client_stages, first_noisy_request
+from fedpax.transforms.client_stages import ClientFn, Stage, StageBuilder, first_noisy_request
 from fedpax.transforms.coded_terms import CodedStage, code_terms
 from fedpax.transforms.discrete_gaussian import draw_noise
 from fedpax.transforms.division_checks import (
@@ -80,9 +80,9 @@ class Stages:
         ]
         servers = self._server_names()
         self._known = {io.names[i]: i for i in sorted(known)}
-        self._stages = client_stages(
-            plan, self._server, servers, division.own, division.kept, self._known, noise
-        )
+        self._stages = StageBuilder(
+            plan, self._server, servers, division.own, division.kept, self._known, noise or {}
+        ).stages()
         drawn = [v for v, n in zip(plan.jaxpr.invars, servers, strict=False) if n not in io.names]
         self.noisy_request = first_noisy_request(plan, self._stages, drawn)
         self._clients = [jax.jit(stage.client) for stage in self._stages]

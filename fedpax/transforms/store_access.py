@@ -7,7 +7,7 @@ from jax.sharding import AxisType
 
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Var, aval_of
 from fedpax.primitives.client_rows import ClientRows, absent_beyond
-from fedpax.primitives.jaxpr_analysis import inner_jaxprs
+from fedpax.primitives.jaxpr_analysis import all_eqns
 from fedpax.transforms.marks import READ_CLIENTS, WRITE_CLIENTS
 from fedpax.transforms.streaming_plan import Atom, StreamingPlan
 
@@ -41,9 +41,7 @@ def is_store_access(eqn: JaxprEqn) -> bool:
 
 def has_store_access(jaxpr: Jaxpr) -> bool:
     """Return whether an equation of a jaxpr reads or writes rows of a store, at any depth."""
-    return any(
-        is_store_access(eqn) or any(map(has_store_access, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
-    )
+    return any(map(is_store_access, all_eqns(jaxpr)))
 
 
 def row_accesses(plan: StreamingPlan) -> list[RowAccess] | None:

@@ -1,8 +1,7 @@
 """The plan of the streaming pass: which equations run in which loop over the participants."""
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of
 from fedpax.primitives.map import federated_map_p
@@ -12,34 +11,36 @@ from fedpax.transforms.unstack import LoopReduction, Unstacked
 Atom = Var | Literal
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class StreamingPlan:
     """The loops over participants in a jaxpr; a value is *mapped* if it needs a map."""
 
     jaxpr: Jaxpr
     placement: Placement
-    aliases: Mapping[Var, Atom]  # results of a map that are equal to one of its arguments
+    # results of a map that are equal to one of its arguments
+    aliases: dict[Var, Atom] = field(default_factory=dict)
     # value -> its equation on the slices of one participant, for all that a loop can compute
-    producer: Mapping[Var, Unstacked]
-    axis: Mapping[Var, int]  # value in `producer` -> its axis that lists the participants
-    mapped: AbstractSet[Var]  # the values in `producer` that need a map
+    producer: dict[Var, Unstacked] = field(default_factory=dict)
+    # value in `producer` -> its axis that lists the participants
+    axis: dict[Var, int] = field(default_factory=dict)
+    mapped: set[Var] = field(default_factory=set)  # the values in `producer` that need a map
     # value -> length of the chain of maps that a later phase runs to rematerialize it; other mapped
     # values are stored
-    remat_depth: Mapping[Var, int]
-    phase: Mapping[Var, int]  # value -> its phase, if it is not phase 0
+    remat_depth: dict[Var, int] = field(default_factory=dict)
+    phase: dict[Var, int] = field(default_factory=dict)  # value -> its phase, if it is not phase 0
     # id of an equation -> the reduction that a loop can accumulate for it
-    candidates: Mapping[int, LoopReduction]
+    candidates: dict[int, LoopReduction] = field(default_factory=dict)
     # phase -> the maps of its loop; without an entry there is no loop
-    loops: Mapping[int, Sequence[JaxprEqn]]
+    loops: dict[int, list[JaxprEqn]] = field(default_factory=dict)
     # phase -> the reductions that its loop accumulates
-    reductions: Mapping[int, Sequence[LoopReduction]]
+    reductions: dict[int, list[LoopReduction]] = field(default_factory=dict)
     # phase -> the values that its loop stores for all participants, their axis first, and the
     # reasons
-    stored: Mapping[int, Mapping[Var, str]]
+    stored: dict[int, dict[Var, str]] = field(default_factory=dict)
     # the mapped values that the server computes, because their phase has no loop
-    on_server: AbstractSet[Var]
+    on_server: set[Var] = field(default_factory=set)
     # phase -> the equations that the server runs before the loop
-    server: Mapping[int, Sequence[JaxprEqn]]
+    server: dict[int, list[JaxprEqn]] = field(default_factory=dict)
 
     def resolve(self, v: Atom) -> Atom:
         """Resolve an alias."""

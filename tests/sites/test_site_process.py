@@ -12,7 +12,7 @@ pytest.importorskip("grpc")
 from fedpax.errors import ConfigurationError
 from fedpax.experiments.catalog import find_experiment
 from fedpax.sites import site_process
-from fedpax.sites.site_process import ServerFiles, locked_folder, patience
+from fedpax.sites.site_process import end_serving, locked_folder, patience
 from fedpax.transport.calls import DisconnectedError, WaitingError
 
 
@@ -33,7 +33,8 @@ def test_waiting_is_noted_at_most_every_ten_seconds(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_finished_run_was_not_stopped_by_its_signal(finished: bool) -> None:
     tracker, preemption = SimpleNamespace(finished=None), SimpleNamespace(signal=signal.SIGTERM)
-    result = ServerFiles(tracker, None, None, None, preemption).result(7, finished)
+    files = SimpleNamespace(tracker=tracker)
+    result = end_serving(files, preemption, 7, finished)
     assert result == (7, finished, None if finished else signal.SIGTERM)
     assert tracker.finished is finished
 

@@ -22,6 +22,7 @@ from fedpax.data.tables.values import (
     is_text,
     is_utf8,
     numbers,
+    pc,
 )
 from fedpax.errors import ArgumentError
 
@@ -281,7 +282,6 @@ def _note(name: str, column: Any) -> str:
 
 
 def _spellings(name: str, column: Any) -> str:
-    import pyarrow.compute as pc
 
     if not is_text(column.type) or not is_utf8(column):
         return ""
@@ -307,8 +307,6 @@ def is_counted(dtype: Any) -> bool:
 
 def value_range(column: Any) -> str:
     """Return the least and the largest number or date in words."""
-    import pyarrow.compute as pc
-
     if not (is_number(column.type) or is_date(column.type)):
         return ""
     if str(column.type).startswith("duration"):  # whose least value Arrow does not find

@@ -22,6 +22,8 @@ from fedpax.data.tables.values import (
     is_text,
     is_utf8,
     numbers,
+    pa,
+    pc,
 )
 from fedpax.deprecation import warn_deprecated
 from fedpax.errors import ArgumentError
@@ -278,9 +280,6 @@ def infer_treatment(
 
 def count_distinct(*pieces: Any) -> int:
     """Return the number of distinct values of Arrow arrays together, without missing ones."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     present = (pc.filter(piece, pa.array(~is_missing(piece))) for piece in pieces)
     if len(pieces) == 1:
         return int(pc.count_distinct(*present).as_py())

@@ -9,14 +9,15 @@ from jaxtyping import Bool, Float64, Int64
 from numpy.typing import NDArray
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.extras import LazyModule
+
+pa, pc = LazyModule("pyarrow"), LazyModule("pyarrow.compute")
 
 MICROSECONDS_PER_DAY = 86_400_000_000
 
 
 def arrow_column(values: Any) -> Any:
     """Return a column as one Arrow array; NaN of a NumPy array is null."""
-    import pyarrow as pa
-
     if isinstance(values, pa.ChunkedArray):
         column = values.combine_chunks()
     elif isinstance(values, pa.Array):
@@ -41,8 +42,6 @@ def arrow_column(values: Any) -> Any:
 
 def arrow_pieces(values: Any) -> list[Any]:
     """Return a column as Arrow arrays, at least one: chunks where they are, without a copy."""
-    import pyarrow as pa
-
     if isinstance(values, pa.ChunkedArray) and values.num_chunks:
         return [arrow_column(chunk) for chunk in values.chunks]
     return [arrow_column(values)]
@@ -50,8 +49,6 @@ def arrow_pieces(values: Any) -> list[Any]:
 
 def is_missing(column: Any) -> Bool[np.ndarray, " examples"]:
     """Return where a column has no value: null, NaN, or an empty text."""
-    import pyarrow.compute as pc
-
     missing = pc.is_null(column, nan_is_null=True)
     if is_text(column.type):
         missing = pc.or_(missing, pc.fill_null(pc.equal(pc.binary_length(column), 0), True))
@@ -60,8 +57,6 @@ def is_missing(column: Any) -> Bool[np.ndarray, " examples"]:
 
 def is_text(dtype: Any) -> bool:
     """Return whether an Arrow type is text, or bytes that hold text."""
-    import pyarrow as pa
-
     types = pa.types
     return bool(
         types.is_string(dtype)
@@ -74,25 +69,18 @@ def is_text(dtype: Any) -> bool:
 
 def is_number(dtype: Any) -> bool:
     """Return whether an Arrow type is integers, floats or decimals."""
-    import pyarrow as pa
-
     types = pa.types
     return bool(types.is_integer(dtype) or types.is_floating(dtype) or types.is_decimal(dtype))
 
 
 def is_date(dtype: Any) -> bool:
     """Return whether an Arrow type is dates, times or durations."""
-    import pyarrow as pa
-
     types = pa.types
     return bool(types.is_temporal(dtype) and not types.is_interval(dtype))
 
 
 def numbers(column: Any) -> Float64[np.ndarray, " examples"]:
     """Return numbers; dates are days since 1970, durations days; NaN where there is no value."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     dtype = column.type
     if is_date(dtype):
         column = _microseconds(column)
@@ -109,9 +97,6 @@ def numbers(column: Any) -> Float64[np.ndarray, " examples"]:
 
 def encode_texts(column: Any) -> tuple[list[str], Int64[np.ndarray, " examples"]]:
     """Return the distinct values as texts, in which 3 and 3.0 are equal, and the places."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     missing = is_missing(column)
     dtype = column.type
     if is_text(dtype):
@@ -134,9 +119,6 @@ def texts(column: Any) -> NDArray[np.object_]:
 
 def _without_decimal_point(column: Any, missing: Bool[np.ndarray, " examples"]) -> Any:
     """Return floats as Arrow strings; whole numbers as integers if all of them are whole."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     values = np.where(missing, 0, _floats(column))
     if np.all(np.abs(values) < 2.0**63) and np.all(np.trunc(values) == values):
         column = pa.array(values.astype(np.int64))
@@ -154,9 +136,6 @@ def is_utf8(column: Any) -> bool:
 
 def _decoded(column: Any) -> Any:
     """Return texts in UTF-8 as Arrow strings."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     try:
         return pc.cast(column, pa.string())
     except pa.ArrowInvalid:
@@ -167,9 +146,6 @@ def _decoded(column: Any) -> Any:
 
 def _microseconds(column: Any) -> Any:
     """Return dates, times and durations as integers."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     dtype, types = column.type, pa.types
     if types.is_date(dtype):
         column = pc.cast(column, pa.timestamp("us"))
@@ -184,9 +160,6 @@ def _microseconds(column: Any) -> Any:
 
 def _floats(column: Any) -> Float64[np.ndarray, " examples"]:
     """Return an Arrow array of numbers or booleans as float64."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if pa.types.is_boolean(column.type):
         column = pc.cast(column, pa.int8())
     column = pc.cast(column, pa.float64(), safe=False)
@@ -216,9 +189,6 @@ class TextValues:
 
     def add(self, column: Any) -> None:
         """Count the values of a part; a missing value is not counted."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         if self._is_text:
             return
         rest = pc.drop_null(column if isinstance(column, pa.Array) else pa.array(column))

@@ -32,7 +32,7 @@ def write_run(folder: Path, rounds: int) -> None:
     generator = random.Random(0)
     with MetricsWriter(folder) as metrics:
         metrics._add_scalars = lambda *scalars: None  # type: ignore[method-assign]  # no TensorBoard
-        metrics.write_sizes({"num_parameters": 10**6, "item_unit": "tokens"})
+        metrics.write_sizes(10**6, 1, "tokens", 8)
         for number in range(1, rounds + 1):
             loss = 2 + 8 / (1 + number / 1000)
             so_far = {"items": number * 65536, "bytes_across_placement": number * 123456.0}

@@ -15,10 +15,12 @@ from fedpax.run_files.metrics import (
 )
 from fedpax.run_files.paths import METRICS
 
+SIZES = {"num_parameters": 3, "num_participants": 1, "item_unit": "tokens", "items_per_round": 8}
+
 
 def write_rounds(folder: Path, first: int, last: int, **writer: object) -> None:
     with MetricsWriter(folder, **writer) as metrics:
-        metrics.write_sizes({"num_parameters": 3, "item_unit": "tokens"})
+        metrics.write_sizes(**SIZES)
         for number in range(first, last + 1):
             metrics.write("training", number, {"loss": 1 / number})
             if number % 2 == 0:
@@ -30,7 +32,7 @@ def test_lines_are_read_back_with_their_kinds(tmp_path: Path) -> None:
     write_rounds(tmp_path, 1, 3)
     lines = read_metrics(tmp_path)
     assert lines == [
-        {"kind": "run", "round": 0, "num_parameters": 3, "item_unit": "tokens"},
+        {"kind": "run", "round": 0, **SIZES},
         {"kind": "training", "round": 1, "loss": 1.0},
         {"kind": "training", "round": 2, "loss": 0.5},
         {"kind": "evaluation", "round": 2, "loss": 1.0},
@@ -149,6 +151,8 @@ def test_tensorboard_files_hold_the_same_numbers(tmp_path: Path) -> None:
     write_rounds(tmp_path, 1, 2)
     assert scalars(tmp_path) == [
         ("run/num_parameters", 0, 3.0),
+        ("run/num_participants", 0, 1.0),
+        ("run/items_per_round", 0, 8.0),
         ("training/loss", 1, 1.0),
         ("training/loss", 2, 0.5),
         ("evaluation/loss", 2, 1.0),

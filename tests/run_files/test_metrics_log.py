@@ -32,7 +32,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write(folder: Path, first: int, last: int, *, after: int = 0, sync_every: int = 3) -> None:
     with MetricsWriter(folder, after=after) as metrics:
-        metrics.write_sizes({"num_parameters": 3, "item_unit": "tokens"})
+        metrics.write_sizes(3, 1, "tokens", 8)
         for number in range(first, last + 1):
             metrics.write("training", number, {"loss": 1 / number})
             if number % 2 == 0:

@@ -152,18 +152,16 @@ def scaffold(
             batches: chex.ArrayTree,
             num_steps: NumSteps,
         ) -> tuple[Params, Metrics, Params, Params]:
-            correction = subtract(c, client_control)
+            none = optax.tree.zeros_like(c)
+            # A client without a step keeps c_i = 0 - (0 - c_i). The old c_i has no other reader:
+            # XLA for CPU would copy it, or all clients' controls.
+            correction = subtract(select(is_present, c, none), client_control)
             moved, metrics, gradient, corrected = _train(
                 loss_fn, client_optimizer, x, correction, batches, num_steps, option, rate
             )
-            # Does not read the old c_i: XLA for CPU would copy all clients' controls at each
-            # client.
             change = jax.tree.map(lambda new, c: jnp.where(is_present, new - c, 0), corrected, c)
-            none = optax.tree.zeros_like(change)
             change, control = keep_finite(
-                server.aggregator,
-                (none, client_control),
-                (change, select(is_present, gradient, client_control)),
+                server.aggregator, (none, client_control), (change, gradient)
             )
             return moved, metrics, change, control
 
@@ -215,6 +213,7 @@ def _train(
         gradient = full_gradient(loss_fn, x, batches, num_steps)
     else:
         gradient = mean_of(optimizer_state[0], steps, x)
+    gradient = select(steps > 0, gradient, scale(-1, correction))
     return moved, metrics, gradient, optax.tree.add(gradient, correction)
 
 

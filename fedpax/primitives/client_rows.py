@@ -120,15 +120,24 @@ def write_clients(
         triples = zip(chunks, buffers, states, strict=True)
         return [chunk.put(hop, rows, new) for chunk, rows, new in triples]
 
-    buffers = write(0, [value.rows for value in values], states)
+    buffers = [value.rows for value in values]
     if ring is None:
-        return buffers
+        return write(0, buffers, states)
 
     def body(hop: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         states = ring.pass_on(carry[1], -1)
         return write(hop, carry[0], states), states
 
     hops = _hops(chunks, ring, in_loop)
+    if in_loop:
+        # XLA for CPU fuses this write with the code of the states, and computes them again for the
+        # ring. Nothing is fused into a loop whose length it does not know.
+        once = jax.lax.platform_dependent(
+            hops, cpu=lambda hops: jnp.minimum(hops, 0) + 1, default=jnp.ones_like
+        )
+        buffers = jax.lax.fori_loop(0, once, lambda _, rows: write(0, rows, states), buffers)
+    else:
+        buffers = write(0, buffers, states)
     with set_xla_metadata(**{MOVED_ROWS: in_loop}):
         return jax.lax.fori_loop(1, hops + 1, body, (buffers, list(states)))[0]
 

@@ -18,6 +18,7 @@ from fedpax import Cohort
 from fedpax.algorithms import ditto, feddyn, scaffold
 from fedpax.clients import ClientStore, gather_clients, scatter_clients
 from fedpax.hlo.collectives import collectives, operand_bytes_along
+from fedpax.hlo.parsing import parse
 from fedpax.primitives.client_rows import Chunk, ClientRows, RowRing, count_hops
 
 COHORT, NUM_CLIENTS = 7, 20
@@ -161,9 +162,22 @@ def test_temporaries_do_not_grow_with_the_cohort(method, num_devices, chunk_size
     if num_devices > 1:  # bytes are counted without rows, whose moves depend on the cohort
         total = operand_bytes_along(text, mesh, "clients")
         assert 4 * 2**14 < total < 2.1 * 4 * 2**14  # of a sum or two
+        if chunk_size == 1:
+            assert not computed_where_rows_are_written(text, 96 // num_devices)
     for collective in collectives(text, mesh):
         is_of_rows = collective.bytes > 2**14  # of the store's or the cohort's, and not indices
         assert collective.kind in ("all-reduce", "collective-permute") or not is_of_rows
+
+
+def computed_where_rows_are_written(text, rows):
+    """Return the arithmetic that is fused with a write of rows: the ring's states need it too."""
+    return [
+        instruction.opcode
+        for computation in parse(text).computations.values()
+        if f"f32[{rows}," in computation.root.shape
+        for instruction in computation.instructions.values()
+        if instruction.shape.startswith("f32") and instruction.opcode in ("multiply", "subtract")
+    ]
 
 
 def run_on_devices(program, store, ids, x, num_devices):

@@ -169,8 +169,10 @@ def _run(arguments: list[str]) -> int:
         print(USAGE, end="")
         return 0
     if command in COMMANDS and {"--help", "-h"} & set(rest):
-        flag = COMMANDS[command].fields_of
-        if flag is None or not any(f"--{flag}" in word for word in rest):
+        named = [
+            word for word in rest for flag in COMMANDS[command].fields_of if f"--{flag}" in word
+        ]
+        if not named or any("," in word for word in named):  # no fields of several experiments
             from fedpax.commands.command_table import help_of
 
             print(help_of(command), end="")

@@ -14,8 +14,8 @@ class Command(NamedTuple):
     usage: str  # its part of `fedpax --help`
     flags: Mapping[str, Flag] = {}
     words: tuple[str, ...] = ()  # that can follow the command
-    # The flag that names the experiment whose fields `--help` shows. None: it shows no fields.
-    fields_of: str | None = None
+    # The flags of which one names the experiment whose fields `--help` shows.
+    fields_of: tuple[str, ...] = ()
 
 
 def _flags(names: str, **changes: Any) -> dict[str, Flag]:
@@ -48,7 +48,7 @@ COMMANDS = {
             f"{_RUN} allow_config_change participant_states {_PROCESSES} elastic keeper copy_every "
             f"copy_dir {_ENGINE}"
         ),
-        fields_of="exp",
+        fields_of=("exp",),
     ),
     "compare": Command(
         "fedpax.commands.compare:compare",
@@ -62,6 +62,7 @@ COMMANDS = {
       reached.
 """,
         flags=_flags(f"{_RUN} allow_config_change target seeds metric"),
+        fields_of=("exp",),
     ),
     "plan": Command(
         "fedpax.commands.plan:plan",
@@ -73,7 +74,7 @@ COMMANDS = {
       local steps that hide it and the time that stays exposed.
 """,
         flags=_flags("exp topology slices bandwidth json picture hlo"),
-        fields_of="exp",
+        fields_of=("exp",),
     ),
     "show": Command(
         "fedpax.commands.show:show",
@@ -96,7 +97,7 @@ COMMANDS = {
             f"{_RUN} round by_client picture {_ENGINE} flower_flags json",
             engine={"type": ("beam", "out_of_core", "flower")},
         ),
-        fields_of="job_log_dir",
+        fields_of=("job_log_dir",),
     ),
     "generate": Command(
         "fedpax.commands.generate:generate",
@@ -106,7 +107,7 @@ COMMANDS = {
       Continue a text with the model of a run on text.
 """,
         flags=_flags(f"{_RUN} round prompt num_tokens temperature top_p seed"),
-        fields_of="job_log_dir",
+        fields_of=("job_log_dir",),
     ),
     "export": Command(
         "fedpax.commands.export:export",
@@ -121,7 +122,7 @@ COMMANDS = {
       and NumPy alone.
 """,
         flags=_flags(f"{_RUN} round out stages flower format dtype"),
-        fields_of="job_log_dir",
+        fields_of=("job_log_dir", "exp"),
     ),
     "inspect": Command(
         "fedpax.commands.export:inspect",
@@ -138,7 +139,7 @@ COMMANDS = {
       Show how the clients of an experiment differ in the amounts and labels of their examples.
 """,
         flags=_flags("exp picture"),
-        fields_of="exp",
+        fields_of=("exp",),
     ),
     "data": Command(
         "fedpax.commands.data:data",
@@ -194,7 +195,7 @@ COMMANDS = {
             "clients_per_site silent_after norm_factor accept_if "
             "secure_sums secure_threshold weights down up"
         ),
-        fields_of="exp",
+        fields_of=("exp",),
     ),
     "join": Command(
         "fedpax.commands.join:join",
@@ -211,7 +212,7 @@ COMMANDS = {
             f"{_RUN} allow_config_change {_PROCESSES} syncer name shard give_up_after "
             "only_sums_of personal certificates server_name"
         ),
-        fields_of="exp",
+        fields_of=("exp",),
     ),
     "sites": Command(
         "fedpax.commands.sites:sites",

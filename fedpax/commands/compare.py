@@ -125,7 +125,8 @@ def _plan(
     label = title if seed is None else f"{title}_seed_{seed}"
     # First, so that a seed that is stated by its own name keeps its value.
     fields = fields if seed is None else [f"--seed={seed}", *fields]
-    return PlannedRun(label, title, exp, fields, configure(exp, fields, into and into / label))
+    experiment = configure(exp, fields, into and into / label, command="compare")
+    return PlannedRun(label, title, exp, fields, experiment)
 
 
 def _train(run: PlannedRun, folder: Path, allowed: Sequence[str]) -> int:

@@ -40,7 +40,8 @@ def export(arguments: Sequence[str]) -> int:
     # Adapters are merged into the model that they adapt.
     options, fields = parse("export", arguments, needs_exp=False)
     if options.flower and not options.job_log_dir and options.exp:
-        return _export_flower(configure(options.exp, fields), options.exp, options)
+        experiment = configure(options.exp, fields, command="export --flower")
+        return _export_flower(experiment, options.exp, options)
     saved = read_saved_run("export", arguments, options, fields)
     if options.flower:
         return _export_flower(saved.experiment, saved.exp, options)

@@ -178,14 +178,16 @@ def test_a_setting_of_another_function_names_it(run: Run, setting: str, words: s
 
 
 @pytest.mark.parametrize(
-    "command", [name for name, entry in COMMANDS.items() if entry.fields_of == "exp"]
+    "command", [name for name, entry in COMMANDS.items() if "exp" in entry.fields_of]
 )
 def test_an_unknown_field_names_the_help_of_its_command(run: Run, command: str) -> None:
-    folder = [f"--{n}=x" for n in ("job_log_dir",) if n in COMMANDS[command].flags]
-    status, output, errors = run(command, "--exp=fedavg_digits", *folder, "--unknown=3")
+    words = [command, *["--flower"] * (command == "export"), "--exp=fedavg_digits"]
+    if command != "export" and "job_log_dir" in COMMANDS[command].flags:
+        words.append("--job_log_dir=x")
+    status, output, errors = run(*words, "--unknown=3")
     text = " ".join((output + errors).replace("│", " ").split())
-    assert status == 2 and f"run fedpax {command} --exp=fedavg_digits" in text
-    status, output, _ = run(command, "--exp=fedavg_digits", *folder, "--help")
+    assert status == 2 and f"run fedpax {' '.join(words)} --help".replace("=x", "=DIR") in text
+    status, output, _ = run(*words, "--help")
     assert status == 0 and "--training.rounds" in output
 
 

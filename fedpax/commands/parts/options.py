@@ -176,7 +176,8 @@ def configure(
             "field."
         )
     words = f"fedpax {command} --exp={exp}"
-    words += " --job_log_dir=DIR" if "job_log_dir" in COMMANDS[command].flags else ""
+    has_folder = command in COMMANDS and "job_log_dir" in COMMANDS[command].flags
+    words += " --job_log_dir=DIR" if has_folder else ""
     return override(experiment, overrides, words, inspect.getdoc(function) or "", job_log_dir)
 
 

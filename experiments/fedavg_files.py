@@ -32,8 +32,8 @@ from fedpax.experiments.parts.file_experiments import (
     INPUTS,
     OwnExamples,
     ServerState,
-    heldout_metrics,
     makes_own_models,
+    means_over_parts,
     note_training,
     read_saved_inputs,
     with_own_models,
@@ -357,7 +357,7 @@ class FedAvgFiles(ClientExperiment):
                 return fine_tuned_models(self.method, train_loss, rate, state, cohort)
             return self.method.personal_models(train_loss, rate, state, cohort)
 
-        return heldout_metrics(models_of, loss_fn, self._own_examples)
+        return means_over_parts(models_of, loss_fn, self._own_examples)
 
     def fine_tune(self, params: Params) -> Params:
         """Return the model after the local steps of one more round of all training clients."""

@@ -1,4 +1,4 @@
-"""FedAvg on images: cohorts of a population whose clients differ in labels and in size."""
+"""FedAvg on image data sets; `fedavg_image_files.py` is for images of your own."""
 
 import dataclasses
 import functools

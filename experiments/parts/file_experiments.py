@@ -278,7 +278,7 @@ def with_own_models(
     )
 
 
-def heldout_metrics(
+def means_over_parts(
     models_of: Callable[[Any, Cohort], Params], loss_fn: ModelLoss, parts: Iterable[Part]
 ) -> Callable[[Any], dict[str, float]]:
     """Make `state -> metrics`: means over the held-out examples of the clients of all parts."""

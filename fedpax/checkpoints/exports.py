@@ -81,9 +81,6 @@ FILE_WRITERS = {"npz": write_npz, "safetensors": write_safetensors}
 """The functions that write a file, by its suffix without the dot."""
 
 
-FOLDER = "exports"
-
-
 LAST_FILE = "config.json"
 """The file that is written last: a folder without it is not complete."""
 
@@ -108,7 +105,7 @@ class Exports(AbstractContextManager["Exports"]):
         enabled: bool = True,
     ) -> None:
         self._run = folder if run is None else run
-        self._drafts, self._folder = folder / FOLDER, self._run / FOLDER
+        self._drafts, self._folder = folder / "exports", self._run / "exports"
         self._every, self._last = every, last
         self._write = write
         self._enabled = enabled and every > 0

@@ -79,8 +79,6 @@ def read_run(folder: Path) -> SiteFile:
 
 # ---- what a site's clients keep between rounds, on the site's disk
 
-FOLDER = "kept"
-
 Values = Mapping[str, np.ndarray]
 
 
@@ -92,7 +90,7 @@ class KeptValues:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / FOLDER
+        self._folder = folder / "kept"
         self._known: dict[str, Values] = {}
 
     def read(self, client: str) -> Values:

@@ -17,8 +17,8 @@ import numpy as np
 
 from fedpax.errors import FedpaxError
 
-FOLDER = "https://storage.googleapis.com/tff-datasets-public"
-"""The folder of the archives."""
+ARCHIVES_URL = "https://storage.googleapis.com/tff-datasets-public"
+"""The folder of the archives, on the network."""
 
 _COLUMNS = {"split_name", "client_id", "serialized_example_proto"}
 _BLOCK_BYTES = 1 << 20  # decompressed at once

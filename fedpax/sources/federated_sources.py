@@ -19,7 +19,7 @@ from tensorflow_datasets.core.utils.tqdm_utils import tqdm
 
 from fedpax.sources.dataset_info import LocalDatasetInfo
 from fedpax.sources.federated_archive import (
-    FOLDER,
+    ARCHIVES_URL,
     Archive,
     ArchiveError,
     Feature,
@@ -152,7 +152,7 @@ class FederatedEmnist(FederatedSource):
         tfds.core.BuilderConfig(name="digits", description="10 classes"),
     ]
     ARCHIVE = Archive(
-        f"{FOLDER}/emnist_all.sqlite.lzma",
+        f"{ARCHIVES_URL}/emnist_all.sqlite.lzma",
         170_507_172,
         "c3aaf91b4cf4e69d53d81627ad119eccdc878ff906f68e66063ff10f67faad48",
     )
@@ -200,7 +200,7 @@ class FederatedShakespeare(FederatedSource):
     """
 
     ARCHIVE = Archive(
-        f"{FOLDER}/shakespeare.sqlite.lzma",
+        f"{ARCHIVES_URL}/shakespeare.sqlite.lzma",
         1_329_828,
         "d3d11fceb9e105439ac6f4d52af6efafed5a2a1e1eb24c5bd2dd54ced242f5c4",
     )
@@ -228,7 +228,7 @@ class FederatedStackoverflow(FederatedSource):
         Reddi et al., arXiv:2003.00295. The texts are Stack Overflow's, licensed CC BY-SA 3.0.
     """
 
-    ARCHIVE = Archive(f"{FOLDER}/stackoverflow.sqlite.lzma")
+    ARCHIVE = Archive(f"{ARCHIVES_URL}/stackoverflow.sqlite.lzma")
     EXAMPLES_PER_SHARD = 1 << 18  # 519 files in train; many systems limit open files to 1,024
     FEATURES: ClassVar = {
         "creation_date": Feature("bytes_list"),
@@ -272,7 +272,7 @@ class FederatedCifar100(FederatedSource):
     """
 
     ARCHIVE = Archive(
-        f"{FOLDER}/cifar100.sqlite.lzma",
+        f"{ARCHIVES_URL}/cifar100.sqlite.lzma",
         153_019_920,
         "23d3916c9caa33395737ee560cc7cb77bbd05fc7b73647ee7be3a7e764172939",
     )

@@ -9,10 +9,10 @@ import tensorflow_datasets as tfds
 
 from fedpax.errors import ArgumentError
 from fedpax.sources.data_sets import data_folder, unreachable_hosts
-from fedpax.sources.federated_archive import FOLDER, Archive, check
+from fedpax.sources.federated_archive import ARCHIVES_URL, Archive, check
 
 ARCHIVE = Archive(
-    f"{FOLDER}/stackoverflow.word_count.tar.bz2",
+    f"{ARCHIVES_URL}/stackoverflow.word_count.tar.bz2",
     sha256="1dc00256d6e527c54b9756d968118378ae14e6692c0b3b6cad470cdd3f0c519c",
 )
 _MEMBER = "stackoverflow.word_count"

@@ -123,8 +123,6 @@ class Watchdog(AbstractContextManager["Watchdog"]):
 
 # ---- profiles on demand: a trace of chosen rounds in the run's folder
 
-FOLDER = "profile"
-
 
 class Profile(AbstractContextManager["Profile"]):
     """A trace of some rounds by `jax.profiler`, in the folder `profile/`; a context manager."""
@@ -139,7 +137,7 @@ class Profile(AbstractContextManager["Profile"]):
     ) -> None:
         self._first, count = (0, 0) if profile_at is None else parse_profile_at(profile_at)
         self._last = self._first + count - 1
-        self._folder = job_log_dir / FOLDER
+        self._folder = job_log_dir / "profile"
         self._note = note
         self._done = done
         self._started: int | None = None

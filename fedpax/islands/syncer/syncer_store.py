@@ -17,7 +17,6 @@ from fedpax.islands.syncer.outer_model import FragmentState, OuterModel
 from fedpax.run_files.paths import latest_round
 from fedpax.transport.message import Message, MessageError
 
-FOLDER = "syncer"
 VERSION = 3
 KEPT = 2
 """Number of complete journals that stay beside the current one. One is enough to resume. With two,
@@ -39,7 +38,7 @@ class SyncerStore:
     # state: a killed process can leave a line less, never one more.
 
     def __init__(self, job_log_dir: Path, allow_older: bool = False) -> None:
-        self._folder, self._allow_older = job_log_dir / FOLDER, allow_older
+        self._folder, self._allow_older = job_log_dir / "syncer", allow_older
         self._journal: Journal | None = None
         self._newest: str | None = None  # the record
         self._line: dict[str, Any] = {}  # of the next merge

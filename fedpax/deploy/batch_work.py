@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fedpax.deploy.encoded_values import decode_values, encode_list, encode_values
 from fedpax.deploy.runtime import Artifact
 from fedpax.errors import ArgumentError
-from fedpax.transforms.discrete_gaussian import draw_noise
+from fedpax.transforms.stage_noise import draw_noise
 
 PARTICIPANT, CLIENT = 0, 1
 """The two numbers of a `Member`, by which states between rounds are kept."""

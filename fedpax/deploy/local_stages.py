@@ -22,8 +22,8 @@ from fedpax.deploy.encoded_values import decode_list, decode_values, encode_list
 from fedpax.deploy.packets import Packet, receive, send
 from fedpax.deploy.runtime import Artifact
 from fedpax.errors import ArgumentError, FedpaxError
-from fedpax.transforms.discrete_gaussian import draw_noise
 from fedpax.transforms.out_of_core import out_of_core
+from fedpax.transforms.stage_noise import draw_noise
 from fedpax.transforms.stages import Request, Stages
 
 

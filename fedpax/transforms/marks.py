@@ -94,7 +94,7 @@ def _identity(aval: Any, name: str) -> ClosedJaxpr:
 #
 # In a program that `fedpax.stages` traces, an aggregator binds these primitives in place of noise
 # from a seed, which all parties know. The stages then have the noise as a value that the server
-# draws at each run, or a participant at each call (`fedpax.transforms.discrete_gaussian`).
+# draws at each run, or a participant at each call (`fedpax.transforms.stage_noise`).
 
 own_noise_p = Primitive("own_noise")
 """Noise of each participant, of the shape of its placed operand: int32, or float32 numbers."""

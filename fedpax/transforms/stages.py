@@ -13,7 +13,6 @@ from fedpax.primitives.placement import trace_for_stages
 from fedpax.primitives.user_functions import function_name
 from fedpax.transforms.client_stages import ClientFn, Stage, StageBuilder, first_noisy_request
 from fedpax.transforms.coded_terms import CodedStage, code_terms
-from fedpax.transforms.discrete_gaussian import draw_noise
 from fedpax.transforms.division_checks import (
     check_means,
     divide_arguments,
@@ -24,6 +23,7 @@ from fedpax.transforms.division_checks import (
 from fedpax.transforms.marks import Noise, least_masked, noise_as_arguments
 from fedpax.transforms.ownership import Division, Owned, one_placement, store_reads
 from fedpax.transforms.server_parts import ServerParts
+from fedpax.transforms.stage_noise import draw_noise
 from fedpax.transforms.streaming_plan import StreamingPlan
 from fedpax.transforms.wiring import ProgramIO, Wiring, describe, output_of, trace_program, wire
 

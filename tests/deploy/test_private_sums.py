@@ -20,7 +20,7 @@ from fedpax.aggregators import (
     secure_mean,
 )
 from fedpax.deploy import Artifact, pack_stages, run_local
-from fedpax.transforms.discrete_gaussian import draw_noise
+from fedpax.transforms.stage_noise import draw_noise
 from fedpax.transforms.stages import Stages
 
 N, SIZE, LEAST = 5, 20_000, 3

@@ -25,7 +25,7 @@ from fedpax.deploy.runtime import ArtifactError
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError
 from fedpax.files import read_file
 from fedpax.populations.client_sampler import ClientSampler
-from fedpax.transforms.discrete_gaussian import draw_noise
+from fedpax.transforms.stage_noise import draw_noise
 
 _LOG = logging.getLogger("fedpax")
 

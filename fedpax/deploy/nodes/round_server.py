@@ -17,7 +17,7 @@ from fedpax.deploy.packets import Packet, one_line
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.populations.client_sampler import ClientSampler
-from fedpax.transforms.discrete_gaussian import draw_noise
+from fedpax.transforms.stage_noise import draw_noise
 
 POLL_SECONDS = 0.25
 _SECONDS_BETWEEN_HINTS = 60.0

@@ -20,10 +20,10 @@ from fedpax.errors import ConfigurationError
 from fedpax.islands.method_parts import FragmentFormat
 from fedpax.primitives.placement import trace_for_stages
 from fedpax.training.logging import NonFiniteError
-from fedpax.transforms.discrete_gaussian import normal
 from fedpax.transforms.inlining import inline
 from fedpax.transforms.marks import least_masked, noise_as_arguments
 from fedpax.transforms.program import program
+from fedpax.transforms.stage_noise import normal
 
 
 class FragmentState(NamedTuple):

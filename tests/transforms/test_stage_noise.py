@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedpax.transforms.discrete_gaussian import discrete_gaussian, draw_noise
+from fedpax.transforms.stage_noise import discrete_gaussian, draw_noise
 
 SIZE = 100_000
 

@@ -1,4 +1,4 @@
-"""Gaussian noise, discrete or not, from the operating system's randomness.
+"""The noise that stages draw: Gaussian, discrete or not, from the system's randomness.
 
 It imports NumPy alone, to be copied to a device without fedpax.
 

@@ -110,33 +110,35 @@ def module_name(path: Path) -> str:
     return ".".join(parts).removesuffix(".__init__")
 
 
-def imports(node: ast.AST) -> Iterator[tuple[int, str]]:
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yields (line, dotted name) of all that is imported, or reached as jax.a.b or fedpax.a.b.
 
     A string with the name of a module counts, as `import_module` takes it, with or without
     "fedpax.", and one of a dispatch table, "fedpax.module:function". An f-string counts as the part
     before its first brace and "*".
     """
-    match node:
-        case ast.Import():
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        case ast.ImportFrom(level=0):
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-        case ast.ImportFrom():
-            yield node.lineno, "." * node.level + (node.module or "")
-        case ast.Attribute() if root_of(node) in ("jax", "fedpax"):
-            yield node.lineno, ast.unparse(node)
-        case ast.Constant(value=str(text)) if re.fullmatch(r"fedpax(\.\w+)+(:\w+)?", text):
-            yield node.lineno, text
-        case ast.Constant(value=str(text)) if "." in text and f"fedpax.{text}" in modules():
-            yield node.lineno, f"fedpax.{text}"
-        case ast.JoinedStr(values=[ast.Constant(value=str(text)), *_]) if re.fullmatch(
-            r"fedpax\.(\w+\.)*", text
-        ):
-            yield node.lineno, f"{text}*"
-        case _:
-            for child in ast.iter_child_nodes(node):
-                yield from imports(child)
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        match node:
+            case ast.Import():
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            case ast.ImportFrom(level=0):
+                yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            case ast.ImportFrom():
+                yield node.lineno, "." * node.level + (node.module or "")
+            case ast.Attribute() if root_of(node) in ("jax", "fedpax"):
+                yield node.lineno, ast.unparse(node)
+            case ast.Constant(value=str(text)) if re.fullmatch(r"fedpax(\.\w+)+(:\w+)?", text):
+                yield node.lineno, text
+            case ast.Constant(value=str(text)) if "." in text and f"fedpax.{text}" in modules():
+                yield node.lineno, f"fedpax.{text}"
+            case ast.JoinedStr(values=[ast.Constant(value=str(text)), *_]) if re.fullmatch(
+                r"fedpax\.(\w+\.)*", text
+            ):
+                yield node.lineno, f"{text}*"
+            case _:
+                nodes.extend(ast.iter_child_nodes(node))
 
 
 @functools.cache

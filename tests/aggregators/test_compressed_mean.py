@@ -199,7 +199,7 @@ def halve(inner):
     return Aggregator(inner.init, aggregate)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "diloco"])
+@pytest.mark.parametrize("method", ["fedavg", pytest.param("diloco", marks=pytest.mark.slow)])
 def test_methods_take_it_in_a_chain(method):
     """With exact values it is the mean; with signs the model still learns."""
     loss = lambda w, batch: (jnp.mean((batch @ w - jnp.sum(batch, axis=-1)) ** 2), {})

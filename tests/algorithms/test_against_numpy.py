@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from method_problem import TOLERANCE
-from method_table import MESHES, METHODS, every_method, problem, run_eager, trainer
+from method_table import MESHES, METHODS, problem, run_eager, trainer
 
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("algorithms")
@@ -44,6 +44,9 @@ def test_jitted(name: str, mesh: str):
 @pytest.mark.parametrize(
     "mesh", ["8 automatic", *[pytest.param(m, marks=pytest.mark.slow) for m in OFTEN]]
 )
-@every_method
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("FedAvg", "DiLoCo") else pytest.param(n, marks=pytest.mark.slow) for n in METHODS],
+)
 def test_eager(name: str, mesh: str):
     check(run_eager(name, mesh, *problem(ROUNDS)), METHODS[name].reference(*problem(ROUNDS)))

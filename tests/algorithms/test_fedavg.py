@@ -70,10 +70,12 @@ def test_other_server_optimizers(server: Any, expected: reference.Optimizer):
     ("mesh_name", "chunk_size"),
     [
         ("none", 3),  # two chunks of 3, and 2 clients left
-        ("4x2 automatic", 1),
         *[
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("none", 1), ("none", "auto"), ("4x2 explicit", 1), ("8 explicit", "auto"))
+            for case in (
+                *(("4x2 automatic", 1), ("none", 1), ("none", "auto")),
+                *(("4x2 explicit", 1), ("8 explicit", "auto")),
+            )
         ],
     ],
 )

@@ -148,7 +148,9 @@ def test_the_loss_after_a_robust_round_leaves_out_participants_without_one(broke
         assert metrics["non_finite_hypergradients"] == 0
 
 
-@pytest.mark.parametrize(("eps_root", "skipped"), [(0.0, 2), (1e-12, 0)])
+@pytest.mark.parametrize(
+    ("eps_root", "skipped"), [(0.0, 2), pytest.param(1e-12, 0, marks=pytest.mark.slow)]
+)
 def test_a_hyperparameter_whose_derivative_is_nan_keeps_its_value(eps_root: float, skipped: int):
     """Adam's square root has a NaN derivative where a gradient is 0: here of a dead unit."""
     algorithm = self_tuning(

@@ -288,7 +288,7 @@ class Kept(NamedTuple):
     kept: ClientStore[Any]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "float8_e5m2"])
 def test_rows_of_any_bits_come_back(tmp_path: Path, dtype: str) -> None:
     rng = np.random.default_rng(0)
 

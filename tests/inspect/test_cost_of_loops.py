@@ -62,7 +62,11 @@ def received(i, x):
     ("fn", "exact"),
     [
         (combined(secure_mean(max_value=1.0, seed=0)), True),
-        (combined(private_secure_mean(max_norm=1.0, noise_multiplier=1.0, seed=0)), True),
+        pytest.param(
+            combined(private_secure_mean(max_norm=1.0, noise_multiplier=1.0, seed=0)),
+            True,
+            marks=pytest.mark.slow,
+        ),
         (lambda x: jnp.sum(federated_map(jnp.tanh, x)) + repeated(lambda i, x: i + 1)(x), True),
         (lambda x: (federated_mean(x), repeated(gathered)(federated_map(jnp.tanh, x))), False),
         (repeated(received), False),

@@ -271,7 +271,9 @@ def test_learns_digits(name: str) -> None:
     assert jax.jit(loss_fn)(params, test)[1]["accuracy"] > 0.85
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [n if n == "cnn" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
 def test_vmap_over_clients_equals_a_loop(name: str) -> None:
     model = MODELS[name]
     random = np.random.default_rng(2)

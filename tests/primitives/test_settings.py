@@ -93,7 +93,13 @@ def test_double_precision_is_kept():
         assert_close(gradient(w, x), plain(w, x), 1e-12)
 
 
-@pytest.mark.parametrize("dtype", ["int32", "int8", "int64", "bool", "float64", "float32"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("int8", "int64", "bool", "float64"),
+        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("int32", "float32")),
+    ],
+)
 def test_double_precision_means_have_the_dtype_of_jax_numpy(dtype):
     with jax.enable_x64(True):
         x = (normal(N, 2) * 50).astype(dtype)

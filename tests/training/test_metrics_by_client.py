@@ -76,7 +76,7 @@ def test_precision_and_recall_of_tied_scores(sizes, seed, levels):
         check_retrieval(mine, 1 / (1 + np.exp(-ties[own])), labels[own])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(SIZES, st.integers(0, 1000), st.sampled_from([2, 4]))
 def test_classification(sizes, seed, classes):
     rng = np.random.default_rng(seed)

@@ -124,10 +124,22 @@ def test_top_k_equals_numpy():
     np.testing.assert_array_equal(decoded[0], expected)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("total", [4, 2**16])  # entries of a large array are searched in groups
+LARGE = 2**16  # entries of which groups are searched, or bits where the groups have one entry
+
+
 @pytest.mark.parametrize(
-    ("entries", "sent"), [(1, 1), (31, 1), (40, 40), (64, 40), (129, 3), (1000, 16), (4096, 1)]
+    ("entries", "sent", "total"),
+    [
+        *((1, 1, 4), (31, 1, 4), (40, 40, 4), (1000, 16, 4)),
+        *((64, 40, LARGE), (129, 3, LARGE), (4096, 1, LARGE)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *((64, 40, 4), (129, 3, 4), (4096, 1, 4), (1, 1, LARGE), (31, 1, LARGE)),
+                *((40, 40, LARGE), (1000, 16, LARGE)),
+            )
+        ),
+    ],
 )
 def test_top_k_sends_the_largest_entries_of_blocks_of_any_size(entries: int, sent: int, total: int):
     random = np.random.default_rng(entries + sent)

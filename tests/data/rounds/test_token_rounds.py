@@ -176,7 +176,7 @@ def test_the_seed_determines_the_rounds(documents: list[dict[str, bytes]]) -> No
 
 
 @given(st.integers(0, 40), st.integers(0, 20), st.integers(1, 2000), st.integers(1, 60))
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_a_restored_stream_continues_bitwise(
     before: int, between: int, shuffle_tokens: int, seq_len: int
 ) -> None:

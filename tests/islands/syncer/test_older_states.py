@@ -56,7 +56,7 @@ def history() -> tuple[list[Files], list[Files]]:
 
 
 @given(merges=st.integers(1, 4 * FRAGMENTS), joins=st.booleans(), data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_an_older_state_is_never_loaded_silently(
     merges: int, joins: bool, data: st.DataObject
 ) -> None:

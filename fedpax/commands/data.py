@@ -29,7 +29,6 @@ from fedpax.user_files.formats import LoadOptions
 
 _MOST_CLIENTS = 20  # in the table of clients
 _MOST_FILES = 20  # whose skipped rows are told
-_MOST_HASHED = 1 << 22  # values of a table in which equal examples are counted
 _MOST_LABELS = 1000  # labels with more distinct values are numbers
 
 
@@ -44,6 +43,7 @@ def data(arguments: Sequence[str]) -> int:
     source: Any = load(named, partition=options.partition, **reading)
     clients = None if source.client is None else len(source.client_names)
     _print_head(source.name, len(source), clients)
+    repeated, shared = _count_equal(source, options.partition)
     table = {name: source.table.column(name) for name in source.fields}
     summaries = summarize_columns(table, infer_treatments(table))
     _print_columns(
@@ -52,7 +52,7 @@ def data(arguments: Sequence[str]) -> int:
         source.client,
         source.label,
         reading["types"],
-        [*source.notes, *_note_encoded(source)],
+        [*source.notes, *_note_encoded(source), *_note_repeated(f"{repeated:,}", len(source))],
     )
     if source.client is None:
         return _without_clients(picture)
@@ -62,7 +62,7 @@ def data(arguments: Sequence[str]) -> int:
     _print_clients(source.client_names, np.diff(source.client_starts), names, top)
     print_line("")
     print_line(str(partition_statistics(population, labels)))
-    if shared := _count_shared(source):
+    if shared:
         print_line("")
         print_line(
             f"{shared:,} of {count_of(len(source), 'example')} have the values of an example of "
@@ -142,24 +142,36 @@ def _note_encoded(source: Any) -> list[str]:
     ]
 
 
-def _count_shared(source: Any) -> int:
-    """Return how many examples another client has too, 0 if equal examples are no copies."""
-    from fedpax.user_files.held_out import hash_examples
+def _note_repeated(repeated: str, examples: int) -> list[str]:
+    if repeated == "0":
+        return []
+    return [
+        f"{repeated} of {count_of(examples, 'example')} equal an earlier one in all columns. If "
+        "they are copies, leave them out: SELECT DISTINCT * of DuckDB, drop_duplicates() of pandas."
+    ]
 
-    columns = [name for name in source.fields if name != source.client]
-    if not columns or len(columns) * len(source) > _MOST_HASHED:
-        return 0
-    sizes = np.diff(source.client_starts)
-    owners = np.repeat(np.arange(len(sizes)), sizes)
-    keys = hash_examples(source.table.select(columns))
+
+def _count_equal(source: Any, partition: str | None) -> tuple[int, int]:
+    """Return how many examples equal an earlier one of their client, and one of another client."""
+    from fedpax.data.tables.survey import hash_examples
+
+    columns = [name for name in source.fields if not partition or name != source.client]
+    table = source.table.select(columns)
+    keys, owners = hash_examples(table, None if partition else source.client)
+    order = np.argsort(keys)
+    is_equal = np.diff(keys[order]) == 0
+    rows = order[np.append(is_equal, False) | np.append(False, is_equal)]
+    if not len(rows):
+        return 0, 0
+    keys, owners = keys[rows], owners[rows]
     order = np.lexsort((owners, keys))
     keys, owners = keys[order], owners[order]
     starts = np.flatnonzero(np.diff(keys, prepend=~keys[:1]))
     ends = np.append(starts[1:], len(keys))
-    repeated = np.count_nonzero((keys[1:] == keys[:-1]) & (owners[1:] == owners[:-1]))
+    repeated = int(((keys[1:] == keys[:-1]) & (owners[1:] == owners[:-1])).sum())
     shared = int((ends - starts)[owners[starts] != owners[ends - 1]].sum())
     # Where a client has equal examples too, they are of few values, not copies.
-    return shared if 10 * repeated <= min(shared, len(keys) // 10) else 0
+    return repeated, shared if 10 * repeated <= min(shared, len(source) // 10) else 0
 
 
 def _without_clients(picture: Path | None) -> int:
@@ -192,7 +204,7 @@ def _survey(files: Any, options: LoadOptions, picture: Path | None) -> int:
         survey.client,
         survey.label,
         options.types or (),
-        survey.notes,
+        [*survey.notes, *_note_repeated(survey.repeated, survey.num_examples)],
     )
     if survey.clients is None:
         return _without_clients(picture)

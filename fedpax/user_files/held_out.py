@@ -52,12 +52,6 @@ def _key_block(table: pa.Table) -> UInt64[np.ndarray, " examples"]:
     return keys
 
 
-def hash_examples(table: pa.Table) -> UInt64[np.ndarray, " examples"]:
-    """Return a hash of each example, equal for equal examples in any order of columns."""
-    starts = range(0, max(1, table.num_rows), _BLOCK)
-    return np.concatenate([_hash_block(table.slice(k, _BLOCK)) for k in starts])
-
-
 def _hash_block(table: pa.Table) -> UInt64[np.ndarray, " examples"]:
     keys = np.zeros(table.num_rows, np.uint64)
     for name in sorted(table.column_names):

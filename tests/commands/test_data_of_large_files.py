@@ -1,6 +1,7 @@
 """Tests of `fedpax data` on files that are read in parts."""
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,8 +77,37 @@ def test_parts_give_the_same_tables(
     expected = command(*arguments)
     assert expected[0] == 0
     monkeypatch.setattr(survey, "_LARGE", 0)
+    monkeypatch.setattr(survey, "_SHARE", 1)
     monkeypatch.setattr("fedpax.commands.data.load", None)  # it would read the file at once
     assert command(*arguments) == expected
+
+
+def test_equal_examples_are_counted(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    table = _table(4000).append_column("row", pa.array(np.arange(4000)))
+    copies = table.take(pa.array(rng.choice(4000, 900)))
+    parquet.write_table(pa.concat_tables([table, copies]), tmp_path / "a.parquet")
+    arguments = ("data", f"{tmp_path}/a.parquet", "--client=user_id")
+    told = " of 4,900 examples equal an earlier one in all columns. If they are "
+    assert f"\n900{told}copies, leave them out: SELECT DISTINCT *" in command(*arguments)[1]
+    # without the clients of a partition, which are no column of the file
+    assert f"\n900{told}" in command(*arguments[:2], "--partition=iid:3000")[1]
+    other = ("data", f"{tmp_path}/a.parquet", "--client=row", "--columns=row,flag")
+    assert f"\n900{told}" in command(*other)[1]
+    monkeypatch.setattr(survey, "_LARGE", 0)
+    about = re.search(rf"\nAbout (\d+){told}", command(*arguments)[1])
+    assert about and abs(int(about[1]) - 900) < 300  # 8 times one eighth of them, drawn by hash
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert "equal an earlier" not in command(*arguments)[1]
+
+
+def test_lists_that_lack_a_number_are_hashed() -> None:
+    lists = pa.array([[1.0, None], [1.0, None], None, [1.0, 2.0]], pa.list_(pa.float32(), 2))
+    table = pa.table({"list": lists, "x": [np.nan, None, 0.0, 1.0], "user": ["a", "b", "b", "b"]})
+    keys, owners = survey.hash_examples(table, "user")
+    assert len(np.unique(keys)) == 3 and len(np.unique(owners)) == 2
 
 
 def test_each_of_several_files_is_a_client(

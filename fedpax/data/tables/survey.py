@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64, UInt64
 
 from fedpax.data.tables.fitted_column import (
     ColumnSummary,
@@ -38,6 +38,8 @@ from fedpax.user_files.table_source import TableSource
 MEMORY = "1GB"
 """The memory of DuckDB for hash tables; beyond it they are on the disk."""
 
+_ROWS = 1 << 16  # of a table in memory that are counted at once
+_SHARE = 8  # one of as many hashes is counted: counting all takes a fifth of the time
 _LARGE = 1 << 28  # bytes; smaller files are read at once, which is faster
 
 
@@ -55,6 +57,7 @@ class Survey(NamedTuple):
     # The distinct labels, and (client, label, number of examples) of those that occur together.
     labels: pa.ChunkedArray | None
     pairs: Int64[np.ndarray, "3 pairs"] | None
+    repeated: str  # how many examples equal an earlier one
     notes: tuple[str, ...] = ()  # on how images were read
 
 
@@ -92,7 +95,7 @@ def survey_files(files: Any, options: LoadOptions, max_labels: int) -> Survey:
     summaries = counts.summaries(schema)
     survey = Survey(
         selected.name, counts.num_examples, schema, summaries, label, client, None,
-        np.zeros(0, np.int64), None, None, tuple(describe_read(read)),
+        np.zeros(0, np.int64), None, None, counts.repeated, tuple(describe_read(read)),
     )  # fmt: skip
     if client is None and options.partition is None:
         return survey
@@ -120,7 +123,8 @@ def _survey_folder(source: TableSource, max_labels: int) -> Survey:
     summaries = summarize_columns(columns, infer_treatments(columns))
     survey = Survey(
         source.name, len(source), table.schema, summaries, source.label, None, None,
-        np.zeros(0, np.int64), None, None,
+        np.zeros(0, np.int64), None, None, 
+        f"{len(table) - len(np.unique(hash_examples(table, None)[0])):,}",
     )  # fmt: skip
     return _with_partition(survey, source.table, source.label, max_labels)
 
@@ -162,6 +166,7 @@ class _Counts(NamedTuple):
     """Counts of columns over all parts."""
 
     num_examples: int
+    repeated: str
     missing: dict[str, int]
     ends: dict[str, list[pa.Array]]  # the least and largest value of each part
     distinct: dict[str, int]
@@ -190,9 +195,8 @@ def _repeat(reading: Reading, use: Any) -> Any:
 
 
 def _count_columns(reading: Reading) -> _Counts:
-    """Count the missing and distinct values of each column."""
+    """Count the missing and distinct values of each column, and the repeated examples."""
     schema = pa.schema([reading.schema.field(name) for name in visible(reading.schema.names)])
-    counted = [field for field in schema if is_counted(field.type)]
     examples, missing = 0, dict.fromkeys(schema.names, 0)
     ends: dict[str, list[pa.Array]] = {}
     texts = {field.name: TextValues() for field in schema if is_text(field.type)}
@@ -201,7 +205,7 @@ def _count_columns(reading: Reading) -> _Counts:
         nonlocal examples
         for table in reading.tables():
             examples += table.num_rows
-            present = {}
+            columns = []
             for name in schema.names:
                 column = table.column(name).combine_chunks()
                 absent = is_missing(column)
@@ -210,22 +214,37 @@ def _count_columns(reading: Reading) -> _Counts:
                     ends.setdefault(name, []).append(_ends(column))
                 if name in texts:
                     texts[name].add(column)
-                present[name] = (
-                    pc.if_else(pa.array(~absent), column, pa.scalar(None, column.type))
-                    if absent.any() and is_counted(column.type)
-                    else column
-                )
-            yield pa.table({field.name: _bits(present[field.name]) for field in counted})
+                columns.append(_to_count(column, absent))
+            yield pa.table(columns, schema=_schema_to_count(schema))
 
-    if not counted:
-        for _ in parts():
-            pass
-        return _Counts(examples, missing, ends, {}, texts)
-    bits = pa.schema([(f.name, _bits(pa.array([], f.type)).type) for f in counted])
-    select = ", ".join(f"count(DISTINCT c{k})" for k in range(len(counted)))
-    row = _query(parts(), bits, f"SELECT {select} FROM examples").to_pylist()[0]
-    distinct = dict(zip([f.name for f in counted], row.values(), strict=True))
-    return _Counts(examples, missing, ends, distinct, texts)
+    counted = {f.name: f"count(DISTINCT c{k})" for k, f in enumerate(schema) if is_counted(f.type)}
+    select = ", ".join([*counted.values(), "count(h) - count(DISTINCT h)"])
+    # Equal examples have equal hashes, so a share of all hashes has the share of repeated examples.
+    key = f"hash({', '.join(stored_schema(schema).names)})"
+    some = f"CASE WHEN {key} % {_SHARE} = 0 THEN {key} END AS h"
+    sql = f"SELECT {select} FROM (SELECT *, {some} FROM examples)"
+    row = [*_query(parts(), _schema_to_count(schema), sql).to_pylist()[0].values()]
+    distinct, number = dict(zip(counted, row, strict=False)), _SHARE * row[-1]
+    repeated = "About " * (number > 0 and _SHARE > 1) + f"{number:,}"
+    return _Counts(examples, repeated, missing, ends, distinct, texts)
+
+
+def hash_examples(table: pa.Table, client: str | None) -> list[UInt64[np.ndarray, " examples"]]:
+    """Return hashes of all examples but for their clients, and of their clients, in any order."""
+
+    def parts() -> Iterator[pa.Table]:
+        for start in range(0, table.num_rows, _ROWS):
+            columns = [column.combine_chunks() for column in table.slice(start, _ROWS).columns]
+            yield pa.table(
+                [_to_count(column, is_missing(column)) for column in columns],
+                schema=_schema_to_count(table.schema),
+            )
+
+    names = stored_schema(table.schema).names
+    owner = "0" if client is None else names.pop(table.column_names.index(client))
+    sql = f"SELECT hash({', '.join(names) or '0'}) AS k, hash({owner}) AS o FROM examples"
+    hashes = _query(parts(), _schema_to_count(table.schema), sql)
+    return [column.to_numpy() for column in hashes.columns]
 
 
 def _count_groups(reading: Reading, keys: list[str]) -> pa.Table:
@@ -280,10 +299,24 @@ def _ends(column: pa.Array) -> pa.Array:
     return pa.array([ends["min"], ends["max"]], data_type)
 
 
-def _bits(column: pa.Array) -> pa.Array:
-    """Return floats as integers: Arrow counts 0.0 and -0.0 as two values, and DuckDB as one."""
-    ints = {pa.float32(): pa.int32(), pa.float64(): pa.int64()}
-    return column.view(ints[column.type]) if column.type in ints else column
+# Arrow counts 0.0 and -0.0 as two values, and DuckDB as one.
+_BITS = {pa.float32(): pa.int32(), pa.float64(): pa.int64()}
+
+
+def _to_count(column: pa.Array, absent: Bool[np.ndarray, " examples"]) -> pa.Array:
+    """Return a column for DuckDB, whose missing values are null."""
+    if absent.any() and is_counted(column.type):
+        column = pc.if_else(pa.array(~absent), column, pa.scalar(None, column.type))
+    if pa.types.is_fixed_size_list(column.type):  # which may lack a number
+        return column.cast(pa.list_(column.type.value_type))
+    return column.view(_BITS[column.type]) if column.type in _BITS else column
+
+
+def _schema_to_count(schema: pa.Schema) -> pa.Schema:
+    none = np.zeros(0, np.bool_)
+    return pa.schema(
+        [field.with_type(_to_count(pa.nulls(0, field.type), none).type) for field in schema]
+    )
 
 
 def _with_clients(survey: Survey, groups: pa.Table) -> Survey:

@@ -5,6 +5,7 @@ clients) and `prepared.json`, written last; or several such folders, its shards.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -21,11 +22,16 @@ from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 from fedpax.files import read_json
 from fedpax.path_patterns import expand_home
-from fedpax.user_files.columns import are_images, is_scalar, numpy_dtype, to_numpy
+from fedpax.user_files.columns import (
+    are_images,
+    is_integer_or_float,
+    is_scalar,
+    numpy_dtype,
+    to_numpy,
+)
 from fedpax.user_files.finding import is_url
 from fedpax.user_files.folders import PREPARED
 from fedpax.user_files.gathering import Records
-from fedpax.user_files.row_grid import RowGrid
 from fedpax.user_files.table_source import ClientNames, TableSource
 
 EXAMPLES, CLIENTS = "examples.arrow", "clients.arrow"
@@ -33,6 +39,8 @@ _FORMAT = 1
 _HASHES = "image_hashes"  # in prepared.json: images that were encoded have their hashes
 _BATCH_BYTES = 1 << 25
 _BATCH_ROWS = 1 << 17
+_STEP = 8  # bytes: Arrow places batches at multiples of them
+_MOST_PADDING = 1 << 20  # bytes of a batch
 _SHARD = re.compile(r"shard-\d+")
 _REMEDY = "Delete the folder and prepare it again."
 
@@ -85,6 +93,47 @@ def write_prepared(
 def encode_about(about: dict[str, Any]) -> str:
     """Return the content of prepared.json."""
     return json.dumps({"format": _FORMAT, _HASHES: True, **about}, indent=1) + "\n"
+
+
+class RowGrid:
+    """Places the widest tensors of an Arrow file, such as images, on one grid.
+
+    If the distances between rows are multiples of a row's size, one call gathers rows of all
+    batches: unused metadata of such a length is written before each batch.
+    """
+
+    def __init__(self, schema: pa.Schema, sink: Any) -> None:
+        sizes = {
+            column: math.prod(kind.shape) * kind.value_type.bit_width // 8
+            for column, kind in enumerate(schema.types)
+            if isinstance(kind, pa.FixedShapeTensorType) and is_integer_or_float(kind.value_type)
+        }
+        self._sink = sink
+        self._column = max(sizes, key=lambda column: sizes[column], default=0)
+        self._size = sizes.get(self._column, 0)
+        self._header = _header_bytes(schema)  # is written with the first batch
+        self._first: int | None = None
+
+    def metadata(self, batch: pa.RecordBatch) -> dict[str, str] | None:
+        """Return the metadata to write with the next batch; None for a file without tensors."""
+        if not self._size:
+            return None
+        # Where its rows begin, but for the same constant in each batch.
+        before = batch.select(list(range(self._column)))
+        place = max(self._sink.tell(), self._header) + ipc.get_record_batch_size(before)
+        if self._first is None:
+            self._first = place
+        missing = (self._first - place) % self._size
+        paddings = range(missing, missing + _STEP * self._size, self._size)
+        padding = next((size for size in paddings if size % _STEP == 0), 0)
+        return {"padding": " " * (padding if padding <= _MOST_PADDING else 0)}
+
+
+def _header_bytes(schema: pa.Schema) -> int:
+    empty, sink = pa.RecordBatch.from_pylist([], schema), pa.MockOutputStream()
+    with ipc.new_file(sink, schema) as writer:
+        writer.write_batch(empty)
+        return int(sink.size()) - int(ipc.get_record_batch_size(empty))
 
 
 class _ClientIndex:

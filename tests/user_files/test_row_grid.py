@@ -10,8 +10,7 @@ import pytest
 from fedpax.sources.aligned_arrays import ALIGNMENT
 from fedpax.user_files import prepared
 from fedpax.user_files.columns import array_to_arrow, to_numpy
-from fedpax.user_files.prepared import open_prepared, write_prepared
-from fedpax.user_files.row_grid import RowGrid
+from fedpax.user_files.prepared import RowGrid, open_prepared, write_prepared
 from fedpax.user_files.table_source import TableSource
 
 

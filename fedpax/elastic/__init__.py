@@ -1,1 +1,1 @@
-"""Jobs whose hosts are lost and return: membership, keeper, copies in memory."""
+"""Jobs whose hosts are lost and return: membership, coordinator, copies in memory."""

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from fedpax.console import print_error
+from fedpax.elastic.elastic_coordinator import CANNOT_RUN, ElasticCoordinator
 from fedpax.elastic.host_copies import (
     list_copies,
     memory_folder,
     remove_copies,
 )
-from fedpax.elastic.keeper import CANNOT_RUN, Keeper
 from fedpax.elastic.membership import MEMBERSHIP, Membership
 from fedpax.errors import UsageError
 from fedpax.preemption import PreemptionGuard
@@ -67,7 +67,7 @@ def supervise(
         )
         keeper = None
         if options.keeper == "alone" or (options.keeper == "first" and processes.process_id == 0):
-            keeper = Keeper(
+            keeper = ElasticCoordinator(
                 processes,
                 join_timeout=options.join_timeout,
                 heartbeat_timeout=options.heartbeat_timeout,
@@ -90,7 +90,7 @@ def supervise(
     return status
 
 
-def _wait_for(keeper: Keeper, preemption: PreemptionGuard) -> int:
+def _wait_for(keeper: ElasticCoordinator, preemption: PreemptionGuard) -> int:
     signaled = False
     while keeper.status is None:
         keeper.join(TICK)

@@ -1,4 +1,4 @@
-"""The keeper of an elastic job: decides which processes train together.
+"""The coordinator of an elastic job (`--keeper`): decides which processes train together.
 
 A **generation** is a run of the supervisors' training processes, until one ends, or a supervisor
 leaves or joins.
@@ -41,8 +41,8 @@ SECONDS_TO_GREET = 5.0
 TICK = 0.1
 
 
-class Keeper:
-    """A thread that runs until the job has an exit status."""
+class ElasticCoordinator:
+    """The keeper, which runs in a thread until the job has an exit status."""
 
     # The first generation starts after `join_timeout` seconds without missing supervisors.
     # Processes of a `group`, such as an island's, only train together. `alone`: no process of the

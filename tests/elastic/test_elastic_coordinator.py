@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fedpax.elastic import keeper
-from fedpax.elastic.keeper import Keeper
+from fedpax.elastic import elastic_coordinator as keeper
+from fedpax.elastic.elastic_coordinator import ElasticCoordinator
 from fedpax.processes.job_processes import JobProcesses, JobProcessesError
 from fedpax.processes.json_line_socket import JsonLineSocket
 
@@ -74,7 +74,7 @@ def start(messages: list[str]) -> Iterator[Start]:
             port = free.getsockname()[1]
         cluster = JobProcesses(f"localhost:{port}", count, 0, "JAX_*")
         timeouts = {"join_timeout": 1.0, "heartbeat_timeout": HEARTBEAT}
-        Keeper(cluster, **timeouts, **settings, tell=messages.append)
+        ElasticCoordinator(cluster, **timeouts, **settings, tell=messages.append)
         supervisors.extend(Supervisor(port, number, count) for number in range(count))
         for supervisor in supervisors:
             assert supervisor.expect("start")["members"] == list(range(count))
@@ -340,8 +340,10 @@ def test_the_job_starts_without_those_that_do_not_come(messages: list[str]) -> N
         port = used.getsockname()[1]
         cluster = JobProcesses(f"localhost:{port}", 3, 0, "JAX_*")
         with pytest.raises(JobProcessesError, match=f"cannot listen on port {port}"):
-            Keeper(cluster, join_timeout=0.3, heartbeat_timeout=HEARTBEAT, tell=messages.append)
-    Keeper(cluster, join_timeout=0.3, heartbeat_timeout=HEARTBEAT, tell=messages.append)
+            ElasticCoordinator(
+                cluster, join_timeout=0.3, heartbeat_timeout=HEARTBEAT, tell=messages.append
+            )
+    ElasticCoordinator(cluster, join_timeout=0.3, heartbeat_timeout=HEARTBEAT, tell=messages.append)
     present = [Supervisor(port, number, 3) for number in (0, 2)]
     for supervisor in present:
         assert supervisor.expect("start")["members"] == [0, 2]
@@ -357,7 +359,7 @@ def test_a_keeper_alone_needs_no_process_0(messages: list[str]) -> None:
         port = free.getsockname()[1]
     cluster = JobProcesses(f"localhost:{port}", 3, 0, "JAX_*")
     timeouts = {"join_timeout": 0.3, "heartbeat_timeout": HEARTBEAT}
-    keeper = Keeper(cluster, **timeouts, alone=True, tell=messages.append)
+    keeper = ElasticCoordinator(cluster, **timeouts, alone=True, tell=messages.append)
     present = [Supervisor(port, number, 3) for number in (1, 2)]
     for supervisor in present:
         assert supervisor.expect("start")["members"] == [1, 2]

@@ -1,105 +1,61 @@
 """Federated and multi-island methods, one file each, named as their papers name them."""
 
-from fedpax.algorithms.agnostic import agnostic
-from fedpax.algorithms.apfl import apfl, apfl_models
-from fedpax.algorithms.async_diloco import async_diloco
-from fedpax.algorithms.branch_train_merge import (
-    branch_train_merge,
-    cached_prior,
-    ensemble_log_likelihood,
-)
-from fedpax.algorithms.data_parallel import data_parallel
-from fedpax.algorithms.decoupled_diloco import decoupled_diloco
-from fedpax.algorithms.diloco import diloco
-from fedpax.algorithms.ditto import ditto
-from fedpax.algorithms.eager_diloco import eager_diloco
-from fedpax.algorithms.easgd import easgd
-from fedpax.algorithms.fedac import FedAcRates, fedac, fedac_i, fedac_ii
-from fedpax.algorithms.fedasync import fedasync
-from fedpax.algorithms.fedavg import fedavg
-from fedpax.algorithms.fedbuff import fedbuff
-from fedpax.algorithms.feddyn import feddyn
-from fedpax.algorithms.fednova import fednova
-from fedpax.algorithms.fedopt import server_adagrad, server_adam, server_yogi
-from fedpax.algorithms.fedprox import fedprox
-from fedpax.algorithms.fine_tuning import fine_tuning_evaluation
-from fedpax.algorithms.halos import halos
-from fedpax.algorithms.hypcluster import choose_cluster, hypcluster
-from fedpax.algorithms.local_sgd import local_sgd
-from fedpax.algorithms.maml import per_fedavg, reptile
-from fedpax.algorithms.mime import mime, mime_adam, mime_lite
-from fedpax.algorithms.muloco import muloco
-from fedpax.algorithms.noloco import noloco
-from fedpax.algorithms.papa import papa, papa_2, papa_all
-from fedpax.algorithms.parts.arrivals import DelayedNesterov, hinge_staleness, polynomial_staleness
-from fedpax.algorithms.parts.decoupled_parts import decoupled_diloco_parts, directional_mean
-from fedpax.algorithms.parts.fragments import layer_fragments
-from fedpax.algorithms.parts.local_steps import local_steps
-from fedpax.algorithms.parts.model_averaging import greedy_soup, merge
-from fedpax.algorithms.parts.participation import participant_weights, valid_steps
-from fedpax.algorithms.scaffold import scaffold
-from fedpax.algorithms.self_tuning import self_tuning
-from fedpax.algorithms.sparseloco import sparseloco
-from fedpax.algorithms.streaming_diloco import streaming_diloco
-from fedpax.primitives.user_functions import explain_unknown_arguments
+from fedpax.algorithms.agnostic import agnostic as agnostic
+from fedpax.algorithms.apfl import apfl as apfl
+from fedpax.algorithms.apfl import apfl_models as apfl_models
+from fedpax.algorithms.async_diloco import async_diloco as async_diloco
+from fedpax.algorithms.branch_train_merge import branch_train_merge as branch_train_merge
+from fedpax.algorithms.branch_train_merge import cached_prior as cached_prior
+from fedpax.algorithms.branch_train_merge import ensemble_log_likelihood as ensemble_log_likelihood
+from fedpax.algorithms.data_parallel import data_parallel as data_parallel
+from fedpax.algorithms.decoupled_diloco import decoupled_diloco as decoupled_diloco
+from fedpax.algorithms.diloco import diloco as diloco
+from fedpax.algorithms.ditto import ditto as ditto
+from fedpax.algorithms.eager_diloco import eager_diloco as eager_diloco
+from fedpax.algorithms.easgd import easgd as easgd
+from fedpax.algorithms.fedac import FedAcRates as FedAcRates
+from fedpax.algorithms.fedac import fedac as fedac
+from fedpax.algorithms.fedac import fedac_i as fedac_i
+from fedpax.algorithms.fedac import fedac_ii as fedac_ii
+from fedpax.algorithms.fedasync import fedasync as fedasync
+from fedpax.algorithms.fedavg import fedavg as fedavg
+from fedpax.algorithms.fedbuff import fedbuff as fedbuff
+from fedpax.algorithms.feddyn import feddyn as feddyn
+from fedpax.algorithms.fednova import fednova as fednova
+from fedpax.algorithms.fedopt import server_adagrad as server_adagrad
+from fedpax.algorithms.fedopt import server_adam as server_adam
+from fedpax.algorithms.fedopt import server_yogi as server_yogi
+from fedpax.algorithms.fedprox import fedprox as fedprox
+from fedpax.algorithms.fine_tuning import fine_tuning_evaluation as fine_tuning_evaluation
+from fedpax.algorithms.halos import halos as halos
+from fedpax.algorithms.hypcluster import choose_cluster as choose_cluster
+from fedpax.algorithms.hypcluster import hypcluster as hypcluster
+from fedpax.algorithms.local_sgd import local_sgd as local_sgd
+from fedpax.algorithms.maml import per_fedavg as per_fedavg
+from fedpax.algorithms.maml import reptile as reptile
+from fedpax.algorithms.mime import mime as mime
+from fedpax.algorithms.mime import mime_adam as mime_adam
+from fedpax.algorithms.mime import mime_lite as mime_lite
+from fedpax.algorithms.muloco import muloco as muloco
+from fedpax.algorithms.noloco import noloco as noloco
+from fedpax.algorithms.papa import papa as papa
+from fedpax.algorithms.papa import papa_2 as papa_2
+from fedpax.algorithms.papa import papa_all as papa_all
+from fedpax.algorithms.parts.arrivals import DelayedNesterov as DelayedNesterov
+from fedpax.algorithms.parts.arrivals import hinge_staleness as hinge_staleness
+from fedpax.algorithms.parts.arrivals import polynomial_staleness as polynomial_staleness
+from fedpax.algorithms.parts.decoupled_parts import decoupled_diloco_parts as decoupled_diloco_parts
+from fedpax.algorithms.parts.decoupled_parts import directional_mean as directional_mean
+from fedpax.algorithms.parts.fragments import layer_fragments as layer_fragments
+from fedpax.algorithms.parts.local_steps import local_steps as local_steps
+from fedpax.algorithms.parts.model_averaging import greedy_soup as greedy_soup
+from fedpax.algorithms.parts.model_averaging import merge as merge
+from fedpax.algorithms.parts.participation import participant_weights as participant_weights
+from fedpax.algorithms.parts.participation import valid_steps as valid_steps
+from fedpax.algorithms.scaffold import scaffold as scaffold
+from fedpax.algorithms.self_tuning import self_tuning as self_tuning
+from fedpax.algorithms.sparseloco import sparseloco as sparseloco
+from fedpax.algorithms.streaming_diloco import streaming_diloco as streaming_diloco
+from fedpax.primitives.user_functions import explained_names as _explained_names
 
-__all__ = [
-    "DelayedNesterov",
-    "FedAcRates",
-    "agnostic",
-    "apfl",
-    "apfl_models",
-    "async_diloco",
-    "branch_train_merge",
-    "cached_prior",
-    "choose_cluster",
-    "data_parallel",
-    "decoupled_diloco",
-    "decoupled_diloco_parts",
-    "diloco",
-    "directional_mean",
-    "ditto",
-    "eager_diloco",
-    "easgd",
-    "ensemble_log_likelihood",
-    "fedac",
-    "fedac_i",
-    "fedac_ii",
-    "fedasync",
-    "fedavg",
-    "fedbuff",
-    "feddyn",
-    "fednova",
-    "fedprox",
-    "fine_tuning_evaluation",
-    "greedy_soup",
-    "halos",
-    "hinge_staleness",
-    "hypcluster",
-    "layer_fragments",
-    "local_sgd",
-    "local_steps",
-    "merge",
-    "mime",
-    "mime_adam",
-    "mime_lite",
-    "muloco",
-    "noloco",
-    "papa",
-    "papa_2",
-    "papa_all",
-    "participant_weights",
-    "per_fedavg",
-    "polynomial_staleness",
-    "reptile",
-    "scaffold",
-    "self_tuning",
-    "server_adagrad",
-    "server_adam",
-    "server_yogi",
-    "sparseloco",
-    "streaming_diloco",
-    "valid_steps",
-]
-
-explain_unknown_arguments(__all__, globals())
+__all__ = _explained_names(globals())

@@ -14,7 +14,6 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.local_steps import local_metrics, local_update
 from fedpax.algorithms.parts.method_checks import (
-    check_no_keys,
     check_population,
     check_setting,
     cohort_of_population,
@@ -124,7 +123,6 @@ def agnostic(
 
     @program(clients=cohort_size)
     def init(params: Params) -> AgnosticState:
-        check_no_keys(params)
         # Made here: a configuration makes the method before JAX has devices.
         even = jnp.full(num_clients, 1 / num_clients, jnp.float32)
         first = even if mixture is None else mixture

@@ -15,7 +15,6 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.local_steps import count_steps, gradient_and_metrics, local_steps
 from fedpax.algorithms.parts.method_checks import (
-    check_no_keys,
     check_population,
     check_setting,
     cohort_of_population,
@@ -118,9 +117,9 @@ def apfl(
 
     @program(clients=cohort_size)
     def init(params: Params) -> APFLState:
-        check_no_keys(params)
+        server_state = server.init(params)
         personal = client_store(Personal(params, jnp.float32(mixing)), num_clients)
-        return APFLState(params, *server.init(params), personal)
+        return APFLState(params, *server_state, personal)
 
     @program(clients=cohort_size, chunk_size=chunk_size)
     def apfl_round(state: APFLState, cohort: Cohort) -> tuple[APFLState, Metrics]:

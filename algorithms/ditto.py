@@ -12,7 +12,6 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.local_steps import local_steps, local_update, proximal_term
 from fedpax.algorithms.parts.method_checks import (
-    check_no_keys,
     check_optimizer,
     check_population,
     check_setting,
@@ -110,7 +109,6 @@ def ditto(
 
     @program(clients=cohort_size)
     def init(params: Params) -> DittoState:
-        check_no_keys(params)
         return DittoState(params, *server.init(params), client_store(params, num_clients))
 
     @program(clients=cohort_size, chunk_size=chunk_size)

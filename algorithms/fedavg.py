@@ -12,7 +12,6 @@ import optax
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.local_steps import local_update
-from fedpax.algorithms.parts.method_checks import check_no_keys
 from fedpax.algorithms.parts.participation import participant_weights, rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -93,7 +92,6 @@ def fedavg(
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:
-        check_no_keys(params)
         return FedAvgState(params, *server.init(params))
 
     @program(clients=cohort_size, chunk_size=chunk_size)

@@ -19,7 +19,6 @@ from fedpax.algorithms.parts.arrivals import (
     start_history,
 )
 from fedpax.algorithms.parts.local_steps import local_update
-from fedpax.algorithms.parts.method_checks import check_no_keys
 from fedpax.algorithms.parts.participation import participant_weights, rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale
@@ -115,9 +114,7 @@ def fedbuff(
 
     @program(clients=buffer_size)
     def init(params: Params) -> FedBuffState:
-        check_no_keys(params)
-        history = start_history(params, max_staleness + 1)
-        return FedBuffState(params, *server.init(params), history)
+        return FedBuffState(params, *server.init(params), start_history(params, max_staleness + 1))
 
     @program(clients=buffer_size, chunk_size=chunk_size)
     def fedbuff_round(state: FedBuffState, cohort: Cohort) -> tuple[FedBuffState, Metrics]:

@@ -13,7 +13,6 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.local_steps import local_update, proximal_term
 from fedpax.algorithms.parts.method_checks import (
-    check_no_keys,
     check_population,
     check_setting,
     cohort_of_population,
@@ -125,10 +124,8 @@ def feddyn(
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedDynState:
-        check_no_keys(params)
-        zeros = optax.tree.zeros_like(params)
-        gradients = client_store(zeros, num_clients)
-        return FedDynState(params, *server.init(params), zeros, gradients)
+        server_state, zeros = server.init(params), optax.tree.zeros_like(params)
+        return FedDynState(params, *server_state, zeros, client_store(zeros, num_clients))
 
     @program(clients=cohort_size, chunk_size=chunk_size)
     def feddyn_round(state: FedDynState, cohort: Cohort) -> tuple[FedDynState, Metrics]:

@@ -15,7 +15,6 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.parts.frozen_leaves import UNSUITABLE
 from fedpax.algorithms.parts.local_steps import count_steps, local_update
-from fedpax.algorithms.parts.method_checks import check_no_keys
 from fedpax.algorithms.parts.participation import (
     mean_metrics,
     participant_weights,
@@ -95,7 +94,6 @@ def fednova(
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:
-        check_no_keys(params)
         return FedAvgState(params, *server.init(params))
 
     @program(clients=cohort_size, chunk_size=chunk_size)

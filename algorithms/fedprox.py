@@ -12,7 +12,7 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.parts.local_steps import local_update, proximal_term
-from fedpax.algorithms.parts.method_checks import check_no_keys, check_setting
+from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.algorithms.parts.participation import participant_weights, rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.checks import NON_NEGATIVE
@@ -75,7 +75,6 @@ def fedprox(
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:
-        check_no_keys(params)
         return FedAvgState(params, *server.init(params))
 
     @program(clients=cohort_size, chunk_size=chunk_size)

@@ -18,7 +18,7 @@ from fedpax.algorithms.parts.local_steps import (
     gradient_and_metrics,
     local_update,
 )
-from fedpax.algorithms.parts.method_checks import check_no_keys, check_setting
+from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.algorithms.parts.participation import participant_weights, rematerialized_map
 from fedpax.algorithms.parts.server import as_floats, make_server, unless_all_absent
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
@@ -254,7 +254,6 @@ def _mime(
 
     @program(clients=cohort_size)
     def init(params: Params) -> MimeState:
-        check_no_keys(params)
         return MimeState(params, *server.init(params), client_optimizer.init(params))
 
     @program(clients=cohort_size, chunk_size=chunk_size)

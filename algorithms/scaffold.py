@@ -23,7 +23,6 @@ from fedpax.algorithms.parts.local_steps import (
     mean_of,
 )
 from fedpax.algorithms.parts.method_checks import (
-    check_no_keys,
     check_population,
     cohort_of_population,
     with_distinct_clients,
@@ -134,10 +133,8 @@ def scaffold(
 
     @program(clients=cohort_size)
     def init(params: Params) -> ScaffoldState:
-        check_no_keys(params)
-        zeros = optax.tree.zeros_like(params)
-        controls = client_store(zeros, num_clients)
-        return ScaffoldState(params, *server.init(params), zeros, controls)
+        server_state, zeros = server.init(params), optax.tree.zeros_like(params)
+        return ScaffoldState(params, *server_state, zeros, client_store(zeros, num_clients))
 
     @program(clients=cohort_size, chunk_size=chunk_size)
     def scaffold_round(state: ScaffoldState, cohort: Cohort) -> tuple[ScaffoldState, Metrics]:

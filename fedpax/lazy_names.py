@@ -1,8 +1,15 @@
-"""Public names of a package that are imported on first use."""
+"""Public names of a package, which are imported with it or on first use."""
 
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
+
+
+def public_names(namespace: Mapping[str, object]) -> list[str]:
+    """Make `__all__` of a package from what it imports, each name `as` itself."""
+    public = (name for name in namespace if not name.startswith("_"))
+    return sorted(name for name in public if not isinstance(namespace[name], ModuleType))
 
 
 def lazy_names(

@@ -14,7 +14,7 @@ from fedpax.aggregators.aggregator import Weights, without_epsilon
 from fedpax.algorithm import Metrics, Params, describe_value, is_scalar
 from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves, without_frozen_leaves
 from fedpax.algorithms.parts.local_steps import optimizer_step
-from fedpax.algorithms.parts.method_checks import check_optimizer
+from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
 from fedpax.algorithms.parts.participation import (
     mean_metrics,
     with_reported,
@@ -41,6 +41,7 @@ class Server(NamedTuple):
 
     def init(self, params: Params) -> tuple[optax.OptState, chex.ArrayTree]:
         """Return the initial `server_optimizer_state` and `aggregator_state`. Inside a program."""
+        check_no_keys(params)
         return self.optimizer.init(params), self.aggregator.init(params)
 
     def aggregate(

@@ -33,6 +33,7 @@ def syncer(arguments: Sequence[str]) -> int:
     from fedpax.commands.parts.devices import enable_compilation_cache
     from fedpax.islands.syncer.merge_votes import GuardRules
     from fedpax.islands.syncer.run_syncer import run_syncer
+    from fedpax.sites.contract import SiteExperiment
     from fedpax.transport.admission import SiteLimits
 
     enable_compilation_cache()
@@ -41,17 +42,13 @@ def syncer(arguments: Sequence[str]) -> int:
         "allow_config_change": allowed_changes(options),
         "limits": SiteLimits(options.messages_per_minute, options.bytes_per_minute),
     }
-    if has_rounds_over_sites(experiment):
+    if isinstance(experiment, SiteExperiment):
         from fedpax.sites.round_rules import RoundRules
         from fedpax.sites.run_coordinator import run_coordinator
 
         rules: dict[str, Any] = {name: options[name].value for name in RoundRules._fields}
         result = run_coordinator(
-            experiment,
-            folder,
-            options.listen,
-            rules=RoundRules(**rules),
-            **common,
+            experiment, folder, options.listen, rules=RoundRules(**rules), **common
         )
         return _report(result, experiment, options.job_log_dir)
     result = run_syncer(
@@ -65,13 +62,6 @@ def syncer(arguments: Sequence[str]) -> int:
         **common,
     )
     return _report(result, experiment, options.job_log_dir)
-
-
-def has_rounds_over_sites(experiment: Experiment) -> bool:
-    """Tell whether an experiment runs in synchronous rounds over sites with their own data."""
-    from fedpax.sites.contract import SiteExperiment
-
-    return isinstance(experiment, SiteExperiment)
 
 
 def _report(result: "SyncerResult", experiment: Experiment, folder: str) -> int:

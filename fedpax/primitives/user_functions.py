@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.lazy_names import public_names
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, aval_of, rebind
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 
@@ -37,11 +38,13 @@ SYNONYMS = {
 }
 
 
-def explain_unknown_arguments(names: Iterable[str], namespace: MutableMapping[str, Any]) -> None:
-    """Make functions of a module list their arguments, and the nearest one, for unknown ones."""
+def explained_names(namespace: MutableMapping[str, Any]) -> list[str]:
+    """Return the public names of a package, whose functions now explain unknown arguments."""
+    names = public_names(namespace)
     for name in names:
         if inspect.isfunction(namespace[name]):
             namespace[name] = _explaining(namespace[name])
+    return names
 
 
 def _explaining(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -89,7 +89,7 @@ COMMANDS = {
         "fedpax.commands.evaluate:evaluate",
         """\
   fedpax evaluate --job_log_dir=DIR [--by_client] [--picture=FILE.png] [--round=N] [--json=FILE]
-                  [--FIELD=VALUE ...]
+                  [--engine=beam] [--FIELD=VALUE ...]
       Measure the model of a run on held-out data. With --by_client, print for each metric the
       worst client, the 10th percentile, the mean and the best client, and draw all clients.
 """,

@@ -20,14 +20,13 @@ from fedpax.algorithms.parts.arrivals import (
     outer_gradients,
     process_in_order,
 )
-from fedpax.algorithms.parts.inner_steps import make_outer_gradient
-from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
+from fedpax.algorithms.parts.inner_steps import make_outer_gradient, start_islands
+from fedpax.algorithms.parts.method_checks import check_optimizer
 from fedpax.algorithms.parts.participation import with_reported
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.clients import ArrivalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import (
-    federated_broadcast,
     federated_map,
     federated_max,
 )
@@ -131,13 +130,12 @@ def async_diloco(
 
     @program(islands=islands)
     def init(params: Params) -> AsyncDiLoCoState:
-        check_no_keys(params)
-        local_params = federated_broadcast(params)
+        local_params, inner_state = start_islands(params, inner_optimizer)
         return AsyncDiLoCoState(
             params,
             outer.init(params),
             local_params,
-            federated_map(inner_optimizer.init, local_params),
+            inner_state,
             None if combine is None else combine.init(params),
         )
 

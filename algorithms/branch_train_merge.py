@@ -11,14 +11,15 @@ import optax
 from jaxtyping import Array, Float
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithms.parts.inner_steps import start_islands
 from fedpax.algorithms.parts.local_steps import local_steps
-from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
+from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.model_averaging import population_mean
 from fedpax.algorithms.parts.participation import participant_weights, without_absent
 from fedpax.checks import PROBABILITY
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.errors import ArgumentError
-from fedpax.primitives import federated_broadcast, federated_map, federated_mean
+from fedpax.primitives import federated_map, federated_mean
 from fedpax.transforms.program import program
 
 
@@ -90,9 +91,7 @@ def branch_train_merge(
 
     @program(islands=islands)
     def init(params: Params) -> BranchTrainMergeState:
-        check_no_keys(params)
-        experts = federated_broadcast(params)
-        return BranchTrainMergeState(experts, federated_map(optimizer.init, experts))
+        return BranchTrainMergeState(*start_islands(params, optimizer))
 
     @program(islands=islands)
     def branch_train_merge_round(

@@ -11,9 +11,9 @@ from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves
-from fedpax.algorithms.parts.inner_steps import make_outer_gradient
+from fedpax.algorithms.parts.inner_steps import make_outer_gradient, start_islands
 from fedpax.algorithms.parts.local_steps import optimizer_step
-from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
+from fedpax.algorithms.parts.method_checks import check_optimizer
 from fedpax.algorithms.parts.participation import (
     mean_metrics,
     participant_weights,
@@ -22,7 +22,7 @@ from fedpax.algorithms.parts.participation import (
 )
 from fedpax.algorithms.parts.server import as_floats, given_aggregator, outer_sgd, unless_all_absent
 from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
-from fedpax.primitives import federated_broadcast, federated_map
+from fedpax.primitives import federated_map
 from fedpax.transforms.program import program
 
 
@@ -96,8 +96,7 @@ def diloco(
 
     @program(islands=islands)
     def init(params: Params) -> DiLoCoState:
-        check_no_keys(params)
-        inner_state = federated_map(inner_optimizer.init, federated_broadcast(params))
+        _, inner_state = start_islands(params, inner_optimizer)
         return DiLoCoState(params, outer.init(params), inner_state, combine.init(params))
 
     @program(islands=islands)

@@ -13,9 +13,9 @@ from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves
-from fedpax.algorithms.parts.inner_steps import make_outer_gradient
+from fedpax.algorithms.parts.inner_steps import make_outer_gradient, start_islands
 from fedpax.algorithms.parts.local_steps import optimizer_step
-from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
+from fedpax.algorithms.parts.method_checks import check_optimizer
 from fedpax.algorithms.parts.model_averaging import population_mean
 from fedpax.algorithms.parts.participation import (
     mean_metrics,
@@ -25,7 +25,7 @@ from fedpax.algorithms.parts.participation import (
 )
 from fedpax.algorithms.parts.server import given_aggregator, outer_sgd
 from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
-from fedpax.primitives import federated_broadcast, federated_map
+from fedpax.primitives import federated_map
 from fedpax.transforms.program import program
 
 
@@ -115,13 +115,12 @@ def eager_diloco(
 
     @program(islands=islands)
     def init(params: Params) -> EagerDiLoCoState:
-        check_no_keys(params)
-        models = federated_broadcast(params)
+        models, inner_state = start_islands(params, inner_optimizer)
         return EagerDiLoCoState(
             models,
             federated_map(lambda x: jax.tree.map(jnp.zeros_like, x), models),
             federated_map(outer.init, models),
-            federated_map(inner_optimizer.init, models),
+            inner_state,
             combine.init(params),
         )
 

@@ -10,8 +10,9 @@ import optax
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.finite_states import keep_finite
+from fedpax.algorithms.parts.inner_steps import start_islands
 from fedpax.algorithms.parts.local_steps import local_steps
-from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
+from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.participation import (
     mean_metrics,
     participant_weights,
@@ -22,7 +23,7 @@ from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
 from fedpax.checks import PROBABILITY
 from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
-from fedpax.primitives import federated_broadcast, federated_map
+from fedpax.primitives import federated_map
 from fedpax.transforms.program import program
 
 
@@ -95,11 +96,7 @@ def easgd(
 
     @program(islands=islands)
     def init(params: Params) -> EASGDState:
-        check_no_keys(params)
-        models = federated_broadcast(params)
-        return EASGDState(
-            params, models, federated_map(optimizer.init, models), combine.init(params)
-        )
+        return EASGDState(params, *start_islands(params, optimizer), combine.init(params))
 
     @program(islands=islands)
     def easgd_round(state: EASGDState, cohort: Cohort) -> tuple[EASGDState, Metrics]:

@@ -25,8 +25,8 @@ from fedpax.algorithms.parts.arrivals import (
     outer_gradients,
     process_in_order,
 )
-from fedpax.algorithms.parts.inner_steps import make_outer_gradient
-from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
+from fedpax.algorithms.parts.inner_steps import make_outer_gradient, start_islands
+from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.participation import with_reported
 from fedpax.algorithms.parts.tree_arithmetic import select, subtract, weighted_sum
 from fedpax.checks import FRACTION
@@ -34,7 +34,6 @@ from fedpax.clients import RegionalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.errors import ArgumentError
 from fedpax.primitives import (
-    federated_broadcast,
     federated_map,
     federated_max,
 )
@@ -181,14 +180,13 @@ def halos(
 
     @program(islands=islands)
     def init(params: Params) -> HALoSState:
-        check_no_keys(params)
-        local_params = federated_broadcast(params)
+        local_params, inner_state = start_islands(params, inner_optimizer)
         return HALoSState(
             params,
             global_server.init(params),
             tuple(Region(params, local_server.init(params), params) for _ in range(num_regions)),
             local_params,
-            federated_map(inner_optimizer.init, local_params),
+            inner_state,
             None if combine is None else combine.init(params),
         )
 

@@ -12,8 +12,9 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithms.parts.inner_steps import start_islands
 from fedpax.algorithms.parts.local_steps import local_steps
-from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
+from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.model_averaging import (
     perfect_matchings,
     permute_islands,
@@ -23,7 +24,7 @@ from fedpax.algorithms.parts.participation import participant_weights, without_a
 from fedpax.algorithms.parts.server import as_floats, unless_all_absent
 from fedpax.checks import FRACTION, NON_NEGATIVE
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_broadcast, federated_map, federated_mean
+from fedpax.primitives import federated_map, federated_mean
 from fedpax.transforms.program import program
 
 
@@ -114,12 +115,11 @@ def noloco(
 
     @program(islands=islands)
     def init(params: Params) -> NoLoCoState:
-        check_no_keys(params)
-        local_params = federated_broadcast(params)
+        local_params, inner_state = start_islands(params, inner_optimizer)
         return NoLoCoState(
             local_params,
             federated_map(lambda x: jax.tree.map(jnp.zeros_like, x), local_params),
-            federated_map(inner_optimizer.init, local_params),
+            inner_state,
             jnp.int32(0),
         )
 

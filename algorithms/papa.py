@@ -14,8 +14,9 @@ from jaxtyping import Array, Bool, Int
 
 from fedpax.aggregators import mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithms.parts.inner_steps import start_islands
 from fedpax.algorithms.parts.local_steps import local_steps
-from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
+from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.model_averaging import permute_islands, population_mean
 from fedpax.algorithms.parts.participation import participant_weights, without_absent
 from fedpax.algorithms.parts.server import as_floats, unless_all_absent
@@ -279,9 +280,7 @@ def _population(
 
     @program(islands=islands)
     def init(params: Params) -> PapaState:
-        check_no_keys(params)
-        models = federated_broadcast(params)
-        return PapaState(models, federated_map(optimizer.init, models), jnp.int32(0))
+        return PapaState(*start_islands(params, optimizer), jnp.int32(0))
 
     @program(islands=islands)
     def papa_round(state: PapaState, cohort: Cohort) -> tuple[PapaState, Metrics]:

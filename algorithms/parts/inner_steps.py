@@ -11,9 +11,11 @@ from jaxtyping import Array, Float
 
 from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.algorithms.parts.local_steps import local_steps
+from fedpax.algorithms.parts.method_checks import check_no_keys
 from fedpax.algorithms.parts.participation import valid_steps
 from fedpax.algorithms.parts.tree_arithmetic import subtract
 from fedpax.clients.cohort import NumSteps
+from fedpax.primitives import federated_broadcast, federated_map
 
 
 class InnerReport(NamedTuple):
@@ -76,6 +78,15 @@ def keep_step_together(inner_steps: InnerSteps) -> InnerSteps:
         return jax.lax.platform_dependent(state, batches, tpu=step_together, default=step)
 
     return one_step
+
+
+def start_islands(
+    params: Params, optimizer: optax.GradientTransformation
+) -> tuple[Params, optax.OptState]:
+    """Give each island the parameters, and an optimizer's state for them. Inside a program."""
+    check_no_keys(params)
+    local_params = federated_broadcast(params)
+    return local_params, federated_map(optimizer.init, local_params)
 
 
 def make_outer_gradient(

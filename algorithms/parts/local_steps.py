@@ -107,7 +107,7 @@ def fold_steps(
     valid = valid_steps(batches, num_steps)
     if valid is None:
         end, metrics = jax.lax.scan(step, start, batches)
-        return end, jax.tree.map(_float_mean, metrics)
+        return end, jax.tree.map(lambda x: jnp.mean(x.astype(jnp.float32)), metrics)
 
     # Valid steps first. Later places repeat a valid batch, so that the values of padding, which may
     # be NaN, reach no gradient.
@@ -161,10 +161,6 @@ def gradient_and_metrics(
             )
         metrics = {**metrics, **measured}
     return gradient, metrics
-
-
-def _float_mean(values: jax.Array) -> jax.Array:
-    return jnp.mean(values.astype(jnp.float32))
 
 
 def local_metrics(

@@ -9,50 +9,18 @@ from typing import Any
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Primitive,
-    Var,
-    get_opaque_trace_state,
-    jaxpr_as_fun,
-)
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import JaxprEqn as JaxprEqn
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Primitive as Primitive
+from jax.extend.core import Var as Var
+from jax.extend.core import get_opaque_trace_state as get_opaque_trace_state
+from jax.extend.core import jaxpr_as_fun
 from jax.extend.mlir import passmanager
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-
-__all__ = [
-    "ClosedJaxpr",
-    "Jaxpr",
-    "JaxprEqn",
-    "Literal",
-    "Primitive",
-    "Var",
-    "Zero",
-    "argument_names",
-    "aval_of",
-    "define",
-    "eliminate_dead_code",
-    "evaluate",
-    "get_opaque_trace_state",
-    "is_linear",
-    "is_zero",
-    "name_results",
-    "prune",
-    "read_atom",
-    "reads_axis_index",
-    "rebind",
-    "register_pruning",
-    "result_names",
-    "set_implementation",
-    "set_transpose",
-    "trace",
-    "without_locations",
-    "zero_tangent",
-]
 
 Zero = ad.Zero
 Aval = Any

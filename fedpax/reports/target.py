@@ -97,10 +97,8 @@ def trajectory_of(
     if has_steps:
         steps = jax.tree.leaves(cohort.batches)[0].shape[1]
         later = (next(run.cohorts) for _ in range(max(rounds) - 1))
-        fractions = [
-            _valid_fraction(round_cohort, steps)
-            for round_cohort in itertools.chain([cohort], later)
-        ]
+        taken = (np.asarray(c.num_steps) for c in itertools.chain([cohort], later))
+        fractions = [float(np.mean(num_steps) / steps) for num_steps in taken]  # that are valid
     flops = full_flops * np.cumsum(fractions)
     return MetricTrajectory(
         values=[number_or_nan(line.get(metric)) for line in evaluations],
@@ -108,11 +106,6 @@ def trajectory_of(
         num_bytes=[num_bytes * number for number in rounds],
         flops=[float(flops[number - 1]) for number in rounds],
     )
-
-
-def _valid_fraction(cohort: Cohort, steps: int) -> float:
-    """Return the steps of a cohort that are valid, divided by `steps` for each participant."""
-    return float(np.mean(np.asarray(cohort.num_steps)) / steps)
 
 
 class CostToTarget(NamedTuple):
@@ -165,17 +158,14 @@ def format_target_table(costs: Mapping[str, Sequence[CostToTarget]], target: Tar
         reached = [cost for cost in run_costs if cost.rounds is not None]
         num_bytes = statistics.fmean(cost.num_bytes for cost in reached)
         flops = statistics.fmean(cost.flops for cost in reached)
-        rows.append([name, text, format_bytes(num_bytes), _format_flops(flops), best])
+        shown = f"{flops:.3g}" if math.isfinite(flops) else "unknown"
+        rows.append([name, text, format_bytes(num_bytes), shown, best])
     return markdown_table(head, rows)
 
 
 def _format_mean(numbers: Sequence[float], digits: str) -> str:
     mean = f"{statistics.fmean(numbers):{digits}}"
     return mean if len(numbers) == 1 else f"{mean} ± {statistics.stdev(numbers):{digits}}"
-
-
-def _format_flops(flops: float) -> str:
-    return f"{flops:.3g}" if math.isfinite(flops) else "unknown"
 
 
 # ---- the table, the picture and the JSON file of runs and their target

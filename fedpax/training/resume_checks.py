@@ -116,7 +116,7 @@ def check_configuration(
     refused = {
         path: change
         for path, change in changes.items()
-        if not any(_is_at_or_below(path, allowed) for allowed in allow_config_change)
+        if not any(f"{path}.".startswith(f"{allowed}.") for allowed in allow_config_change)
     }
     if refused:
         allowed_paths = ",".join([*allow_config_change, *refused])
@@ -188,10 +188,6 @@ def check_field_names(experiment: Experiment, names: Collection[str]) -> None:
                 f"such as {' or '.join(near) if near else 'training.rounds'}. Run the command with "
                 "--help to see all fields."
             )
-
-
-def _is_at_or_below(path: str, group: str) -> bool:
-    return path == group or path.startswith(f"{group}.")
 
 
 def describe_state_misfit(saved_in: Path, experiment: Experiment) -> str | None:

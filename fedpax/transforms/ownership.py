@@ -91,7 +91,7 @@ def one_placement(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Placement]:
                 "stages() found a federated_map() that does the server's work (mark_server), "
                 "expected maps of the participants' work. Compute it outside of federated_map()."
             )
-    federated = (e for e in closed.jaxpr.eqns if _is_map(e) or e.primitive in REDUCTIONS)
+    federated = (e for e in closed.jaxpr.eqns if e.primitive in (federated_map_p, *REDUCTIONS))
     placements = list(dict.fromkeys(eqn.params["placement"] for eqn in federated))
     if len(placements) != 1:
         listed = " and ".join(map(str, placements)) or "none"
@@ -297,10 +297,6 @@ def _rewrite(
 
     avals = [aval_of(v) for v in (*servers, *own)]
     return jax.make_jaxpr(run)(*avals)
-
-
-def _is_map(eqn: JaxprEqn) -> bool:
-    return eqn.primitive is federated_map_p
 
 
 def _variables(eqn: JaxprEqn) -> list[Var]:

@@ -83,10 +83,6 @@ def _batch_axes(*core_ranks: int) -> Rule:
     return rule
 
 
-def _fft(eqn: JaxprEqn) -> Iterator[AxisMap]:
-    return _batch_axes(len(eqn.params["fft_lengths"]))(eqn)
-
-
 def _broadcast_in_dim(eqn: JaxprEqn) -> Iterator[AxisMap]:
     position = {d: i for i, d in enumerate(eqn.params["broadcast_dimensions"])}
     for axis, length in enumerate(eqn.params["shape"]):
@@ -307,5 +303,5 @@ RULES: dict[str, Rule] = {
     "householder_product": _batch_axes(2, 1),
     "tridiagonal_solve": _batch_axes(1, 1, 1, 2),
     **dict.fromkeys(["lu_pivots_to_permutation", "random_wrap"], _batch_axes(1)),
-    "fft": _fft,
+    "fft": lambda eqn: _batch_axes(len(eqn.params["fft_lengths"]))(eqn),
 }

@@ -76,7 +76,8 @@ def prepare_files(
     reading.read_schema(first_part=True)
     about = reading.describe()
     needed = estimate_bytes(selected.groups)
-    _check_space(out.parent, needed)
+    if shutil.disk_usage(out.parent).free < needed:
+        raise _no_space(out.parent, needed)
     with draft_folder(out) as draft:
         try:
             written = _write(reading, draft, about, memory or _half_of_memory())
@@ -154,11 +155,6 @@ def _write(reading: Reading, draft: Path, about: dict[str, Any], memory: str) ->
         shutil.rmtree(spill, ignore_errors=True)
         shutil.rmtree(folder)
     raise AssertionError("every attempt settles the type of a column of a file")
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    if shutil.disk_usage(folder).free < needed:
-        raise _no_space(folder, needed)
 
 
 def _no_space(folder: Path, needed: int) -> OSError:

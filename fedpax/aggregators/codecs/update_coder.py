@@ -40,7 +40,8 @@ class UpdateCoder(NamedTuple):
         """Encode the leaves of the participant at `index`."""
 
         def encode(keys: Key[Array, " leaves"], leaves: Sequence[jax.Array]) -> list[jax.Array]:
-            return list(map(self._encode_leaf, keys, leaves))
+            blocks = map(self._to_blocks, leaves)
+            return list(map(self.codec.encode, keys, blocks))
 
         specs = [P(None, *self._spec(leaf)) for leaf in leaves]
         return self._with_automatic_axes(encode, specs)(self._keys(index), leaves)
@@ -234,9 +235,6 @@ class UpdateCoder(NamedTuple):
     def _keys(self, index: Int[Array, ""] | int) -> Key[Array, " leaves"]:
         """Return the random keys that a participant and the server share, one per leaf."""
         return jax.random.split(jax.random.fold_in(self.round_key, index), len(self.types))
-
-    def _encode_leaf(self, key: Key[Array, ""], leaf: jax.Array) -> UInt32[Array, "words ..."]:
-        return self.codec.encode(key, self._to_blocks(leaf))
 
     def _decode_leaf(
         self, key: Key[Array, ""], words: UInt32[Array, "words ..."], like: Any

@@ -177,7 +177,8 @@ def token_rounds(
                 for k, indices in enumerate(partition)
             ]
     for data_set in data_sets[: len(mixture.sources)]:  # the islands have one source
-        _check_text(data_set.source, data_set.field, tokenizer)
+        # A wrong field raises before the training.
+        encode_examples(tokenizer, [data_set.source[0]], data_set.field)
     return TokenRounds(
         mixture,
         data_sets,
@@ -195,8 +196,3 @@ def token_rounds(
 def _named_key(seed: int, name: str) -> UInt64[np.ndarray, ""]:
     """Return a key by name, so that a data set's order does not depend on other data sets."""
     return hash_key(seed, zlib.crc32(name.encode()))
-
-
-def _check_text(source: Examples, field: Field, tokenizer: Tokenizer) -> None:
-    """Encode a data set's first text, so that a wrong field raises before the training."""
-    encode_examples(tokenizer, [source[0]], field)

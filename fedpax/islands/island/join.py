@@ -6,7 +6,6 @@ import json
 import math
 import os
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -168,7 +167,9 @@ def _join(
         stack.callback(exchange.close)
         reply = exchange.join(patience(progress), give_up_after)
         if reply is None:
-            return _without_answer(folder, first, preemption.signal)
+            stopped = preemption.signal
+            finished = stopped is None and read_member(folder).finished
+            return JoinResult(first, finished, stopped, gave_up=stopped is None)
         if reply.shard is not None:
             progress.note(f"joined {syncer} with shard {reply.shard} of {parts_of(run).islands}")
         header["run"] = reply.run
@@ -180,7 +181,8 @@ def _join(
         if reply.rounds != experiment.training.rounds:
             progress.note(f"the run has {count_of(reply.rounds, 'round')} at the syncer")
             progress.set_rounds(reply.rounds)
-            experiment = _with_rounds(experiment, reply.rounds)
+            training = dataclasses.replace(experiment.training, rounds=reply.rounds)
+            experiment = dataclasses.replace(experiment, training=training)
             run = _build(experiment, exp)
             model = LocalModel(run)
         island = _make_island(run, model, exchange, reply, header, files, position, first)
@@ -199,18 +201,8 @@ def _join(
     return JoinResult(rounds.done, finished, None if finished else preemption.signal, gave_up)
 
 
-def _without_answer(folder: Path, first: int, stopped: signal.Signals | None) -> JoinResult:
-    finished = stopped is None and read_member(folder).finished
-    return JoinResult(first, finished, stopped, gave_up=stopped is None)
-
-
 def _build(experiment: Experiment, exp: str) -> Run:
     return build_parts(experiment, island_of(experiment).mesh, exp)
-
-
-def _with_rounds(experiment: Experiment, rounds: int) -> Experiment:
-    training = dataclasses.replace(experiment.training, rounds=rounds)
-    return dataclasses.replace(experiment, training=training)
 
 
 def _make_link(

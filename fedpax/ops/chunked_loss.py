@@ -95,14 +95,8 @@ def _sums(
     return sums
 
 
-def _forward(
-    features: jax.Array,
-    table: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    options: _Options,
-) -> tuple[_Pair, _Pair]:
-    return _scan(features, table, targets, weights, options, with_gradient=True)
+def _forward(*arguments: Any) -> tuple[_Pair, _Pair]:
+    return _scan(*arguments, with_gradient=True)
 
 
 def _backward(

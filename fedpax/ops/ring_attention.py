@@ -132,18 +132,11 @@ def _attention(
     return _forward(ring, block, query, key, value, segments)[0]
 
 
-def _forward(
-    ring: Ring,
-    block: int,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segments: jax.Array | None,
-) -> tuple[jax.Array, tuple]:
+def _forward(ring: Ring, block: int, *shards: jax.Array | None) -> tuple[jax.Array, tuple]:
     local = ring.run_on_devices(functools.partial(_forward_on_device, ring, block), num_outputs=2)
     # A remat policy that saves attention saves all that its derivative needs.
-    out, logarithm = checkpoint_name(local(query, key, value, segments), ATTENTION)
-    return out, (query, key, value, segments, out, logarithm)
+    out, logarithm = checkpoint_name(local(*shards), ATTENTION)
+    return out, (*shards, out, logarithm)
 
 
 def _backward(ring: Ring, block: int, residuals: tuple, gradient: jax.Array) -> tuple:
@@ -184,17 +177,12 @@ class _Softmax(NamedTuple):
 
 
 def _forward_on_device(
-    ring: Ring,
-    block: int,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segments: jax.Array | None,
+    ring: Ring, block: int, *shards: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return a device's output and log softmax denominators [batch, tokens, heads]."""
+    query, key, value, segments = ring.balance(shards)
     accurate = jnp.promote_types(query.dtype, jnp.float32)
     low = jnp.finfo(accurate).min
-    query, key, value, segments = ring.balance((query, key, value, segments))
     queries = _Queries(_grouped(query, key.shape[2]), segments, ring.positions(0))
 
     def attend(state: _Softmax, queries: _Queries, keys: _Keys) -> _Softmax:

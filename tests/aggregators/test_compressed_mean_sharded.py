@@ -124,7 +124,7 @@ def test_all_to_all_gives_the_bits_of_all_gather(kind):
     """Both add in the same order. The parts of no leaf have the same number of blocks."""
     mesh = jax.make_mesh((4, 2), ("islands", "fsdp"), axis_types=(kind, kind))
     codec = codecs.uniform(5)
-    x = [draw(N, 512, 2, 129), draw(N, 3000), draw(N, 66_000)]
+    x = [draw(N, 512, 2, 129), draw(N, 66_000)]
 
     @jax.jit
     @fedpax.program(islands=N)
@@ -138,7 +138,7 @@ def test_all_to_all_gives_the_bits_of_all_gather(kind):
             means = coder.average_words(jnp.arange(N), tiles, "islands", parts)
             return coder.join_means(N, means, "islands", parts)
 
-        return average(1, 1, 1), average(N, N, N)
+        return average(1, 1), average(N, N)
 
     with jax.set_mesh(mesh):
         placed = [jax.device_put(own, NamedSharding(mesh, P("islands"))) for own in x]

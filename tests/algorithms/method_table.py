@@ -2,7 +2,7 @@
 
 A new method joins `METHODS`, for its contract and its reference, and, if it takes an aggregator,
 also `METHODS` of `test_any_aggregator`, for absent and non-finite participants, and for its stages;
-`test_method_tables` fails for a method that a table lacks. The methods in `OFTEN` stand for the
+`test_method_tables` fails for a method that a table lacks. The methods in `QUICK` stand for the
 others in the quick tests: `every_method` marks the rest as slow.
 """
 
@@ -100,11 +100,12 @@ METHODS = {
 METHODS |= FEDERATED_METHODS | ISLAND_METHODS | ASYNCHRONOUS_METHODS
 
 OFTEN = ("FedAvg", "FedAdam", "DiLoCo", "data parallelism")
+QUICK = OFTEN[1:]  # FedAdam is FedAvg with an optimizer of the server
 
 
 def mark_slow(names: Iterable[str]) -> list[Any]:
-    """Return names as parameters of a test, those outside `OFTEN` marked as slow."""
-    return [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in names]
+    """Return names as parameters of a test, those outside `QUICK` marked as slow."""
+    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
 every_method = pytest.mark.parametrize("name", mark_slow(METHODS))

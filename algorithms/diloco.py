@@ -14,12 +14,7 @@ from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient, start_islands
 from fedpax.algorithms.parts.local_steps import optimizer_step
 from fedpax.algorithms.parts.method_checks import check_optimizer
-from fedpax.algorithms.parts.participation import (
-    mean_metrics,
-    participant_weights,
-    with_reported,
-    without_absent,
-)
+from fedpax.algorithms.parts.participation import mean_metrics, participant_weights, without_absent
 from fedpax.algorithms.parts.server import as_floats, given_aggregator, outer_sgd, unless_all_absent
 from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.primitives import federated_map
@@ -120,7 +115,7 @@ def diloco(
         delta, aggregator_state, reported = combine.aggregate(
             state.aggregator_state, outer_gradients, weights
         )
-        metrics = with_reported(mean_metrics(metrics, weights, combine), reported)
+        metrics = mean_metrics(metrics, weights, combine, reported)
         before = state.params, state.outer_optimizer_state
         x, outer_state = optimizer_step(outer, delta, before[1], before[0])
         x = keep_leaves(frozen_leaves(inner_optimizer, x), x, before[0])

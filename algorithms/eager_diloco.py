@@ -17,12 +17,7 @@ from fedpax.algorithms.parts.inner_steps import make_outer_gradient, start_islan
 from fedpax.algorithms.parts.local_steps import optimizer_step
 from fedpax.algorithms.parts.method_checks import check_optimizer
 from fedpax.algorithms.parts.model_averaging import population_mean
-from fedpax.algorithms.parts.participation import (
-    mean_metrics,
-    participant_weights,
-    with_reported,
-    without_absent,
-)
+from fedpax.algorithms.parts.participation import mean_metrics, participant_weights, without_absent
 from fedpax.algorithms.parts.server import given_aggregator, outer_sgd
 from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.primitives import federated_map
@@ -170,8 +165,6 @@ def eager_diloco(
         after = EagerDiLoCoState(models, fresh, outer_state, inner_state, aggregator_state)
         # Last: the compiler would combine a reduction beside the transfer with it.
         after, metrics = jax.lax.optimization_barrier((after, metrics))
-        return after, with_reported(
-            mean_metrics(metrics, participant_weights(cohort), combine), reported
-        )
+        return after, mean_metrics(metrics, participant_weights(cohort), combine, reported)
 
     return FederatedAlgorithm(init, eager_diloco_round)

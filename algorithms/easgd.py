@@ -13,12 +13,7 @@ from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.inner_steps import start_islands
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
-from fedpax.algorithms.parts.participation import (
-    mean_metrics,
-    participant_weights,
-    with_reported,
-    without_absent,
-)
+from fedpax.algorithms.parts.participation import mean_metrics, participant_weights, without_absent
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
 from fedpax.checks import PROBABILITY
@@ -124,6 +119,6 @@ def easgd(
         )
         center = weighted_sum(1, center, beta, difference)
         after = EASGDState(center, models, optimizer_state, aggregator_state)
-        return after, with_reported(mean_metrics(metrics, weights, combine), reported)
+        return after, mean_metrics(metrics, weights, combine, reported)
 
     return FederatedAlgorithm(init, easgd_round)

@@ -17,7 +17,6 @@ from fedpax.algorithms.parts.participation import (
     mean_metrics,
     participant_weights,
     rematerialized_map,
-    with_reported,
 )
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
@@ -138,7 +137,7 @@ def fedac(
         difference, aggregator_state, reported = combine.aggregate(
             state.aggregator_state, differences, weights
         )
-        metrics = with_reported(mean_metrics(metrics, weights, combine), reported)
+        metrics = mean_metrics(metrics, weights, combine, reported)
         params, main = subtract(start, difference)
         return FedAcState(params, main, aggregator_state), metrics
 

@@ -23,7 +23,6 @@ from fedpax.algorithms.parts.participation import (
     participant_weights,
     rematerialized_map,
     takes_part,
-    with_reported,
 )
 from fedpax.algorithms.parts.server import as_floats, make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale
@@ -165,7 +164,7 @@ def feddyn(
         return state._replace(
             drift=drift,
             client_gradients=scatter_clients(state.client_gradients, client_ids, client_gradient),
-        ), with_reported(mean_metrics(metrics, weights, server.aggregator), reported)
+        ), mean_metrics(metrics, weights, server.aggregator, reported)
 
     checked_round = with_distinct_clients("feddyn", feddyn_round)
     return FederatedAlgorithm(init, checked_round, sent_exactly=server.sent_exactly)

@@ -19,7 +19,6 @@ from fedpax.algorithms.parts.participation import (
     mean_metrics,
     participant_weights,
     rematerialized_map,
-    with_reported,
 )
 from fedpax.algorithms.parts.server import as_floats, make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale
@@ -118,7 +117,7 @@ def fednova(
         weights = as_floats(participant_weights(cohort))
         direction, state, reported = server.aggregate(state, normalized, weights)
         length = federated_mean(lengths_taken, weights)
-        metrics = with_reported(mean_metrics(metrics, weights, server.aggregator), reported)
+        metrics = mean_metrics(metrics, weights, server.aggregator, reported)
         return server.descend(state, scale(length, direction), weights), metrics
 
     return FederatedAlgorithm(init, fednova_round, sent_exactly=server.sent_exactly)

@@ -18,7 +18,6 @@ from fedpax.algorithms.parts.participation import (
     mean_metrics,
     participant_weights,
     rematerialized_map,
-    with_reported,
 )
 from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.tree_arithmetic import select
@@ -162,7 +161,7 @@ def hypcluster(
         before = state.params, state.server_optimizer_state
         after = jax.vmap(step)(_stack(directions), jnp.stack(total_weights), *before)
         average = jax.tree.map(lambda m: jnp.mean(m, axis=0), _stack(reported))
-        metrics = with_reported(mean_metrics(metrics, weights, server.aggregator), average)
+        metrics = mean_metrics(metrics, weights, server.aggregator, average)
         return HypClusterState(*after, aggregator_states), metrics
 
     return FederatedAlgorithm(init, hypcluster_round, sent_exactly=server.sent_exactly)

@@ -172,13 +172,15 @@ class _Terms(NamedTuple):
     is_left_out: Bool[Array, ""]
 
 
-def mean_metrics(metrics: Metrics, weights: Weights, aggregator: Aggregator) -> Metrics:
-    """Average the participants' metrics by weight. Inside a program."""
+def mean_metrics(
+    metrics: Metrics, weights: Weights, aggregator: Aggregator, reported: Metrics | None = None
+) -> Metrics:
+    """Average the metrics by weight, and add what an aggregator reported. Inside a program."""
     # A NaN makes the plain mean of the updates NaN, and that of the metrics too. Beside a robust
     # aggregator, which keeps the model finite, each metric is the mean of its finite values, and
     # `"non_finite_participants"` is the number of present participants whose value is not finite.
     if not aggregator.tolerates_non_finite:
-        return federated_mean(metrics, weights)
+        return with_reported(federated_mean(metrics, weights), reported or {})
     if NON_FINITE_PARTICIPANTS in metrics:
         raise ArgumentError(
             f"loss_fn returned a metric called {NON_FINITE_PARTICIPANTS!r}, the name under which "
@@ -206,7 +208,7 @@ def mean_metrics(metrics: Metrics, weights: Weights, aggregator: Aggregator) -> 
         return jnp.where(weight == 0, nothing, total / jnp.where(weight == 0, 1, weight))
 
     means = jax.tree.map(divide, sums.totals, sums.weights)
-    return means | {NON_FINITE_PARTICIPANTS: count}
+    return with_reported(means | {NON_FINITE_PARTICIPANTS: count}, reported or {})
 
 
 def with_reported(metrics: Metrics, reported: Metrics) -> Metrics:

@@ -15,10 +15,7 @@ from fedpax.algorithm import Metrics, Params, describe_value, is_scalar
 from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves, without_frozen_leaves
 from fedpax.algorithms.parts.local_steps import optimizer_step
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
-from fedpax.algorithms.parts.participation import (
-    mean_metrics,
-    with_reported,
-)
+from fedpax.algorithms.parts.participation import mean_metrics
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives import federated_sum
@@ -69,7 +66,7 @@ class Server(NamedTuple):
         """End a round: aggregate, step, and average the participants' metrics by weight."""
         weights = as_floats(weights)
         pseudo_gradient, state, reported = self.aggregate(state, pseudo_gradients, weights)
-        metrics = with_reported(mean_metrics(metrics, weights, self.aggregator), reported)
+        metrics = mean_metrics(metrics, weights, self.aggregator, reported)
         return self.descend(state, pseudo_gradient, weights), metrics
 
 

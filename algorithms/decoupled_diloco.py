@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.aggregators.privacy_accounting import several_releases
+from fedpax.aggregators.sent_values import several_releases
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.decoupled_parts import directional_mean
 from fedpax.algorithms.parts.finite_states import finite_steps

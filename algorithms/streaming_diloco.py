@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fedpax.aggregators import Aggregator, mean
-from fedpax.aggregators.privacy_accounting import several_releases
+from fedpax.aggregators.sent_values import several_releases
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.finite_states import finite_steps
 from fedpax.algorithms.parts.fragment_blocks import Block, Phases, loop_at

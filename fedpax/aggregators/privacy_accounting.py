@@ -1,13 +1,11 @@
-"""Epsilon of `private_mean` over rounds, computed by the dp-accounting library."""
+"""Epsilon of private means over rounds: exact without sampling, else by dp-accounting."""
 
 from __future__ import annotations
 
 import functools
 import math
-import threading
-import warnings
+import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -29,7 +27,9 @@ FINEST_GRID = 1e-4  # of privacy losses; the default of dp-accounting
 MOST_POINTS = 1e5  # of the grid, for losses as large as epsilon; more take minutes and gigabytes
 MOST_LOSS = 1e5  # larger privacy losses are accounted without sampling
 MOST_SAMPLED_NOISE = 1e8  # with more, dp-accounting takes the logarithm of 0 for a fixed size
+LEAST_NOISE = 1e-15  # less is as good as none, and beyond float32
 MOST_NOISE = 1e9  # the largest noise multiplier that is searched
+NEWTON_STEPS = 12  # more than an epsilon from 1e-6 to 1e9 takes
 TOLERANCE = 1e-3  # of the noise multiplier that is found
 
 
@@ -46,8 +46,7 @@ def privacy_spent(
 ) -> float:
     """Compute the epsilon of (epsilon, delta)-differential privacy after some rounds.
 
-    Sampling improves privacy (amplification). Say how cohorts are drawn; a shuffled pass over
-    the population is neither of these:
+    Sampling improves privacy (amplification). A shuffled pass over the population is none of these:
 
     - Poisson: every participant joins each round independently, with `sampling_probability`.
       Neighbouring populations differ by one participant, added or removed.
@@ -70,16 +69,16 @@ def privacy_spent(
         sampling_probability: probability of joining a round. Default None: no Poisson sampling.
         cohort_size: number of participants of a round. Default None: no sampling of a fixed size.
         num_clients: number of clients to draw from; given with `cohort_size`.
-        discrete: the noise is discrete Gaussian, as in `private_secure_mean`: accounted by
-            concentrated differential privacy, without sampling. Default False: Gaussian noise.
+        discrete: the noise is discrete Gaussian, as in `private_secure_mean`: accounted without
+            sampling, by the bound of `PrivacyAccountant`. Default False: Gaussian noise.
         releases_before: number of releases with the same noise multiplier to all clients before the
             first round, such as 1 for the statistics of a table; without sampling. Default 0.
 
     Returns:
-        Epsilon; infinity if `noise_multiplier` is 0.
+        Epsilon; infinity if `noise_multiplier` is below 1e-15.
 
     Raises:
-        ImportError: the dp-accounting library is not installed.
+        ImportError: the dp-accounting library, for sampled rounds, is not installed.
         TypeError: an argument is not a number.
         ValueError: an argument is out of range, or the two kinds of sampling are mixed, or either
             is given for discrete noise.
@@ -93,6 +92,7 @@ def privacy_spent(
     Reference:
         McMahan et al., Learning Differentially Private Recurrent Language Models,
         arXiv:1710.06963, section 3.
+        Balle and Wang, arXiv:1805.06530, theorem 8 (without sampling).
         Wang et al., Subsampled Renyi Differential Privacy and Analytical Moments Accountant,
         arXiv:1808.00087, theorem 27 (fixed size).
         Koskela et al., Computing Tight Differential Privacy Guarantees Using FFT,
@@ -104,7 +104,7 @@ def privacy_spent(
     noise = check_argument(name, "noise_multiplier", noise_multiplier, NON_NEGATIVE, remedy=remedy)
     rounds = num_rounds, releases_before
     spent = _account(name, rounds, delta, sampling_probability, cohort_size, num_clients, discrete)
-    return math.inf if noise == 0 else spent(noise)
+    return math.inf if noise < LEAST_NOISE else spent(noise)
 
 
 def noise_multiplier_for(
@@ -134,7 +134,7 @@ def noise_multiplier_for(
         The noise multiplier, at most 0.001 above the smallest one.
 
     Raises:
-        ImportError: the dp-accounting library is not installed.
+        ImportError: the dp-accounting library, for sampled rounds, is not installed.
         TypeError: an argument is not a number.
         ValueError: as for `privacy_spent`, or no noise multiplier up to 10^9 reaches epsilon: the
             accountants' bounds do not go to 0.
@@ -207,9 +207,8 @@ def _account(
             f"{function}(): discrete noise is accounted without sampling. Leave out "
             "sampling_probability, cohort_size and num_clients."
         )
-    together: dict[str, Any] = {"num_rounds": num_rounds + before, "delta": delta}
     if discrete:
-        return functools.partial(_concentrated_epsilon, **together)
+        return lambda noise: PrivacyAccountant(noise, delta, before, True).epsilon(num_rounds)
     apart: dict[str, Any] = {"num_rounds": num_rounds, "before": before, "delta": delta}
     if sampling_probability is not None:
         remedy = "Divide the expected size of a cohort by the population's size."
@@ -218,7 +217,7 @@ def _account(
         )
         return functools.partial(_poisson_epsilon, **apart, probability=probability)
     if cohort_size is None or num_clients is None:
-        return functools.partial(_gaussian_epsilon, **together)
+        return functools.partial(_gaussian_epsilon, num_rounds=num_rounds + before, delta=delta)
     size = check_argument(
         function, "cohort_size", cohort_size, COUNT, remedy="Use the size of a round's cohort."
     )
@@ -239,25 +238,39 @@ def _check_releases_before(function: str, number: int) -> int:
     return check_argument(function, "releases_before", number, COUNT_OR_ZERO, remedy=remedy)
 
 
-# The filters of warnings belong to all threads.
-_FILTERS = threading.Lock()
+def _gaussian_epsilon(noise: float, num_rounds: Any, delta: float) -> Any:
+    """Return the exact epsilon without sampling; float32 for a number that is an array."""
+    is_array = isinstance(num_rounds, jax.Array)
+    log, largest, bound = (jnp.log, jnp.maximum, 0.1) if is_array else (math.log, max, 1e-3)
+    shift = (jnp.sqrt(jnp.float32(num_rounds)) if is_array else math.sqrt(num_rounds)) / noise
+
+    # For epsilon = shift (x + shift / 2), delta is phi(x) (tail(x) - tail(x + shift)). Its
+    # logarithm is concave: Newton's steps from above stay above the root.
+    def step(_: Any, x: Any) -> Any:
+        low, middle, high = _tail(x), x + shift / 2, _tail(x + shift)
+        # The integral of 1 - x tail(x) by Simpson's rule, where the difference would be rounding.
+        weighted = x * low + 4 * middle * _tail(middle) + (x + shift) * high
+        is_small = shift < bound
+        difference = is_small * shift * (1 - weighted / 6) + (1 - is_small) * (low - high)
+        excess = log(difference) - 0.5 * (x * x + math.log(2 * math.pi)) - math.log(delta)
+        return largest(x + excess * difference / shift / high, -shift / 2)
+
+    x = -statistics.NormalDist().inv_cdf(delta)
+    if is_array:
+        x = jax.lax.fori_loop(0, NEWTON_STEPS, step, jnp.float32(x))
+    else:
+        x = functools.reduce(lambda x, k: step(k, x), range(NEWTON_STEPS), x)
+    return largest(shift * (x + shift / 2), 0.0)
 
 
-def _gaussian_epsilon(noise: float, num_rounds: int, delta: float) -> float:
-    """Return epsilon without sampling: exact, and a bound where epsilon is above 500,000."""
-    noise /= math.sqrt(num_rounds)
-    if noise < 1e-3:  # the exact one takes differences of numbers that are too large
-        return 0.5 / noise / noise + math.sqrt(-2 * math.log(delta)) / noise
-    with _FILTERS, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of a logarithm that is -infinity
-        return float(_import_dp_accounting().get_epsilon_gaussian(noise, delta))
-
-
-def _concentrated_epsilon(noise: float, num_rounds: int, delta: float) -> float:
-    dp = _import_dp_accounting()
-    accountant = dp.rdp.RdpAccountant()
-    accountant.compose(dp.ZCDpEvent(rho=0.5 * num_rounds / noise / noise))
-    return float(accountant.get_epsilon(delta))
+def _tail(x: Any) -> Any:
+    """Return Mills' ratio (1 - Phi(x)) / phi(x)."""
+    if isinstance(x, jax.Array):
+        return math.sqrt(math.pi / 2) * jax.scipy.special.erfcx(x / math.sqrt(2))
+    square = x * x
+    if x < 25:
+        return math.sqrt(math.pi / 2) * math.exp(square / 2) * math.erfc(x / math.sqrt(2))
+    return (1 - (1 - (3 - 15 / square) / square) / square) / x
 
 
 def _poisson_epsilon(
@@ -305,29 +318,13 @@ def _import_dp_accounting() -> Any:
         import dp_accounting
     except ImportError as error:
         raise MissingPackageError(
-            "The epsilon of private_mean() is computed by the dp-accounting library, which is not "
+            "The epsilon of sampled rounds is computed by the dp-accounting library, which is not "
             "installed. Install it: pip install 'fedpax[privacy]'."
         ) from error
     return dp_accounting
 
 
-# ---- epsilon after some rounds of discrete Gaussian noise, inside a program and outside
-
 _FACTORS = [2 ** (k / 20) for k in range(-60, 61)]  # around the best order, if it is large
-
-
-# The cache of `jax.jit` depends on a user context.
-_releases = jax.make_user_context(1)
-
-
-def several_releases(number: int) -> AbstractContextManager[None]:
-    """Count each aggregate as one of several releases of a round, such as one for each fragment."""
-    return _releases(_releases.value * number)
-
-
-def releases_per_round() -> int:
-    """Return the number of times that a round tells something of each participant's update."""
-    return int(_releases.value)
 
 
 class PrivacyAccountant(NamedTuple):
@@ -335,19 +332,24 @@ class PrivacyAccountant(NamedTuple):
 
     `aggregator.accountant` of a private aggregator is one, and computes its metric `"epsilon"`.
 
-    Each round counts as a release to every participant, without amplification by sampling.
+    Each round counts as a release to every participant, without amplification by sampling. k
+    releases of Gaussian noise are one with the noise multiplier `z / sqrt(k)`, whose epsilon is
+    exact; the epsilon of discrete noise is an upper bound.
 
     Attributes:
-        noise_multiplier: z, as in `private_secure_mean`. Without noise, 0, epsilon is infinite.
+        noise_multiplier: z, as in `private_mean`. Without noise, 0, epsilon is infinite.
         delta: the probability of (epsilon, delta)-differential privacy.
         releases_before: number of releases before the first round, each with the same noise.
+        discrete: the noise is discrete Gaussian, as in `private_secure_mean`.
 
     Example:
         >>> accountant = PrivacyAccountant(noise_multiplier=4.0, delta=1e-6)
         >>> f"{accountant.epsilon(1):.2f}, {accountant.epsilon(100):.2f}"
-        '1.14, 15.33'
+        '1.06, 14.45'
 
     Reference:
+        Balle and Wang, Improving the Gaussian Mechanism for Differential Privacy,
+        arXiv:1805.06530, theorem 8.
         Canonne, Kamath and Steinke, The Discrete Gaussian for Differential Privacy,
         arXiv:2004.00010, corollary 13.
     """
@@ -355,6 +357,7 @@ class PrivacyAccountant(NamedTuple):
     noise_multiplier: float
     delta: float
     releases_before: int = 0
+    discrete: bool = False
 
     @overload
     def epsilon(self, num_rounds: int) -> float: ...
@@ -369,9 +372,12 @@ class PrivacyAccountant(NamedTuple):
         Returns:
             A float, or a float32 scalar inside a program; infinity if the noise is below 1e-15.
         """
-        if self.noise_multiplier < 1e-15:  # as good as none, and beyond float32
+        if self.noise_multiplier < LEAST_NOISE:
             return jnp.full((), math.inf) if isinstance(num_rounds, jax.Array) else math.inf
-        rho = (num_rounds + self.releases_before) * (0.5 / self.noise_multiplier**2)
+        releases = num_rounds + self.releases_before
+        if not self.discrete:
+            return _gaussian_epsilon(self.noise_multiplier, releases, self.delta)
+        rho = releases * (0.5 / self.noise_multiplier**2)
         # Each order a gives a bound: rho a + log(1 - 1 / a) - log(delta a) / (a - 1). In float32, a
         # is 1 where the noise is small: a - 1 is used.
         beyond = jnp.sqrt(-math.log(self.delta) / rho) * jnp.array(_FACTORS)  # a - 1
@@ -381,7 +387,7 @@ class PrivacyAccountant(NamedTuple):
 
 
 def accountant_of(
-    function: str, noise_multiplier: float, delta: float, releases_before: int
+    function: str, noise_multiplier: float, delta: float, releases_before: int, discrete: bool
 ) -> PrivacyAccountant | None:
     """Check the arguments of an aggregator, and return its accountant; None without noise."""
     remedy = "Use well below 1 over the population's size, such as 1e-6."
@@ -389,4 +395,4 @@ def accountant_of(
     releases_before = _check_releases_before(function, releases_before)
     if not noise_multiplier:
         return None
-    return PrivacyAccountant(noise_multiplier, delta, releases_before)
+    return PrivacyAccountant(noise_multiplier, delta, releases_before, discrete)

@@ -19,7 +19,8 @@ from fedpax.aggregators.clipping import (
     clip_update,
 )
 from fedpax.aggregators.gaussian_noise import add_server_noise, quantile_noise
-from fedpax.aggregators.privacy_accounting import accountant_of, releases_per_round
+from fedpax.aggregators.privacy_accounting import accountant_of
+from fedpax.aggregators.sent_values import releases_per_round
 from fedpax.checks import NON_NEGATIVE, POSITIVE, check_argument, check_seed
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_sum
@@ -135,7 +136,7 @@ def private_mean(
         expected_participants = check_argument(
             name, "expected_participants", expected_participants, POSITIVE, remedy=remedy
         )
-    spent = accountant_of(name, noise_multiplier, delta, releases_before)
+    spent = accountant_of(name, noise_multiplier, delta, releases_before, discrete=False)
     if quantile is not None:
         quantile = check_quantile(name, quantile)
     if count_stddev is not None:

@@ -18,7 +18,7 @@ from fedpax.aggregators.aggregator import (
 )
 from fedpax.aggregators.clipping import check_norm, clip_update
 from fedpax.aggregators.gaussian_noise import known_sharding
-from fedpax.aggregators.privacy_accounting import accountant_of, releases_per_round
+from fedpax.aggregators.privacy_accounting import accountant_of
 from fedpax.aggregators.random_numbers import (
     hashed_indices,
     normal_from_words,
@@ -27,6 +27,7 @@ from fedpax.aggregators.random_numbers import (
     round_key,
 )
 from fedpax.aggregators.secure_mean import check_neighbors, engine_sum, secure_sum
+from fedpax.aggregators.sent_values import releases_per_round
 from fedpax.checks import COUNT, POSITIVE, check_argument, check_seed
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_sum
@@ -124,7 +125,7 @@ def private_secure_mean(
     noise_multiplier = check_argument(
         name, "noise_multiplier", noise_multiplier, POSITIVE, remedy="Use secure_mean() for none."
     )
-    accountant = accountant_of(name, noise_multiplier, delta, releases_before)
+    accountant = accountant_of(name, noise_multiplier, delta, releases_before, discrete=True)
     assert accountant is not None  # there is noise
     num_neighbors = check_neighbors(name, num_neighbors)
     seed = check_seed(name, seed)

@@ -72,3 +72,19 @@ def work_under_transfer(received: chex.ArrayTree, *, fraction: float) -> chex.Ar
     """Do the work of `under_transfers`, if there is any, up to a fraction."""
     work = _work.get()
     return received if work is None else work(received, fraction)
+
+
+# ---- count what a round tells of each participant
+
+# The cache of `jax.jit` depends on a user context.
+_releases = jax.make_user_context(1)
+
+
+def several_releases(number: int) -> contextlib.AbstractContextManager[None]:
+    """Count each aggregate as one of several releases of a round, such as one for each fragment."""
+    return _releases(_releases.value * number)
+
+
+def releases_per_round() -> int:
+    """Return the number of times that a round tells something of each participant's update."""
+    return int(_releases.value)

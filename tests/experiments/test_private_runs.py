@@ -179,7 +179,7 @@ def test_a_private_run_tells_its_epsilon_and_what_has_no_noise(combine: str) -> 
         fedavg_synthetic(), aggregator=aggregator(combine, noise_multiplier=3.0, delta=1e-4)
     )
     rounds = run.training.rounds
-    epsilon = PrivacyAccountant(3.0, 1e-4).epsilon(rounds)
+    epsilon = PrivacyAccountant(3.0, 1e-4, 0, combine != "private_mean").epsilon(rounds)
     notes = run.build().notes
     start = f"private: epsilon {epsilon:.4g} of the model for delta 0.0001, after {rounds} rounds,"
     assert notes[0].startswith(start) and len(notes) == 3
@@ -248,7 +248,8 @@ def test_the_metric_counts_releases_before_the_first_round(combine: str) -> None
     updates, state = jnp.asarray(COHORT.batches[:, 0, 0]), made.init(None)
     for releases in (2, 3):
         _, state, metrics = average(state, updates)
-        expected = PrivacyAccountant(2.0, 1e-6).epsilon(releases)
+        accountant = PrivacyAccountant(2.0, 1e-6, discrete=combine != "private_mean")
+        expected = accountant.epsilon(releases)
         assert metrics["epsilon"] == pytest.approx(expected, rel=1e-5)
     assert made.accountant.epsilon(2) == pytest.approx(expected, rel=1e-5)
 

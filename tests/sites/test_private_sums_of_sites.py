@@ -42,7 +42,7 @@ def test_clients_draw_new_noise_and_epsilon_is_logged(tmp_path: Path) -> None:
     largest = max(np.abs(x).max() for x in difference)
     # The noise of a coordinate of the mean, and of the mean of the statistics.
     assert 0 < largest < 30 * NOISE * 10.0 / 6
-    stated = PrivacyAccountant(NOISE, 1e-6).epsilon(2)  # the statistics, and a round
+    stated = PrivacyAccountant(NOISE, 1e-6, discrete=True).epsilon(2)  # the statistics, and a round
     assert metrics[-1]["site/a/epsilon"] == pytest.approx(stated, rel=1e-5)
     assert metrics[-1]["epsilon"] == pytest.approx(stated, rel=1e-5)
     assert metrics[-1]["num_present"] == 6

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from fedpax.aggregators import random_stream
-from fedpax.aggregators.privacy_accounting import several_releases
+from fedpax.aggregators.sent_values import several_releases
 from fedpax.algorithm import AlgorithmParts, Params
 from fedpax.algorithms.parts.frozen_leaves import keep_leaves, without_leaves
 from fedpax.algorithms.parts.local_steps import optimizer_step

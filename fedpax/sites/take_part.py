@@ -147,6 +147,7 @@ class Site:
         self._has_inputs = self._opened = False
         self._heartbeat_seconds = 2.0
         self._noted = ""  # the last reason to wait
+        self._waits = False  # for rounds: a run that was finished has more of them
         content = experiment.shared_content()
         self._identity = identify(experiment, {}, experiment.own_fields, content)._asdict()
         self._receiver = Receiver(WHOLE)
@@ -181,7 +182,8 @@ class Site:
                 if self.finished:
                     return
             except DisconnectedError as error:
-                most = SECONDS_TO_ASK_AGAIN if self._file.finished else self._give_up_after
+                is_over = self._file.finished and not self._waits
+                most = SECONDS_TO_ASK_AGAIN if is_over else self._give_up_after
                 if time.monotonic() - self._last_answer > min(most, self._give_up_after):
                     self.gave_up, self.finished = True, self._file.finished
                     return
@@ -227,6 +229,7 @@ class Site:
                 if self._opened:
                     self._note_last_model()
             case "wait" if not self._has_inputs:
+                self._waits = True
                 self._note_once(f"waiting for {str(header.get('waits_for'))[:1000]}")
             case "inputs":
                 self._set_inputs(header["inputs"])
@@ -323,7 +326,7 @@ class Site:
 
     def _note_last_model(self) -> None:
         """Write that this site has the model of the last round, and what is made of it."""
-        self._file = self._file._replace(finished=True)
+        self._file, self._waits = self._file._replace(finished=True), False
         write_site_file(self._folder, self._file)
 
     def _note_metrics(self, round_number: int, metrics: dict[str, float]) -> None:

@@ -17,6 +17,7 @@ from site_processes import Processes, wait_until
 from fedpax.checkpoints import load_params
 from fedpax.commands.join import describe
 from fedpax.errors import ConfigurationError
+from fedpax.islands.island.island import SharedLink
 from fedpax.islands.island.join import join
 from fedpax.islands.island.link import Link
 from fedpax.islands.syncer.logs import read_merges
@@ -94,6 +95,34 @@ def test_the_end_just_after_the_join_is_recorded(
     assert syncer.heard == [("join", False), *pulls, ("leave", True)]
     for (_, heard_end), content in zip(syncer.heard[1:], syncer.files[1:], strict=True):
         assert content["run"] == "r" and content["finished"] == heard_end
+
+
+@pytest.mark.parametrize("extended", [False, True])
+def test_an_island_of_an_extended_run_waits_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extended: bool
+) -> None:
+    """In a finished folder an island asks for 15 s whether there are more rounds, and then not."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "island.json").write_text('{"folder": "1", "run": "r", "finished": true}')
+    syncer, asked = EndingSyncer(tmp_path / "a", 10**9), []
+    module = importlib.import_module("fedpax.islands.island.join")
+    monkeypatch.setattr(module, "connect", lambda *args, **settings: syncer)
+    monkeypatch.setattr(Link, "start", lambda link: None)
+    inner = SharedLink.join
+
+    def ask(link: SharedLink, on_wait: Any, seconds: float) -> Any:
+        asked.append(seconds)
+        return inner(link, on_wait, seconds) if extended else None
+
+    def wait(*waits: Any) -> float:
+        asked.append(waits[-1])
+        return 0.0
+
+    monkeypatch.setattr(SharedLink, "join", ask)
+    monkeypatch.setattr("fedpax.islands.island.training_rounds.wait_for_merge", wait)
+    result = join(sites_regression(), tmp_path / "a", "127.0.0.1:1")
+    assert result == (0, not extended, None, True)
+    assert asked == ([15.0, 600.0] if extended else [15.0])
 
 
 @pytest.mark.xdist_group("sites")

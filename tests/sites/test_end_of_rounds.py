@@ -10,10 +10,12 @@ import pytest
 
 from fedpax.commands.join import describe_site
 from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.site_files import read_run
 from fedpax.sites.site_process import Identity
 from fedpax.sites.site_table import SiteTable
-from fedpax.sites.take_part import take_part
+from fedpax.sites.take_part import Site, take_part
 from fedpax.sites.task_exchange import TaskExchange
+from fedpax.training.progress import Progress
 from fedpax.transport.calls import DisconnectedError
 from fedpax.transport.message import Message
 from sites.federation import Line, opened, run
@@ -77,6 +79,43 @@ def test_more_rounds_make_the_model_an_earlier_one(tmp_path: Path) -> None:
     longer = {name: small(rounds=3, data_seed=seed) for seed, name in enumerate("ab")}
     run(small(rounds=3), longer, tmp_path, done=2, lines={"a": Watching})
     assert seen == [False, True] and has_last_model(tmp_path / "a")
+
+
+def test_a_site_that_waits_for_more_rounds_waits_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished site asks for 15 s, but not once a coordinator with more rounds has answered."""
+    monkeypatch.setattr("fedpax.sites.take_part.SECONDS_TO_ASK_AGAIN", 0.0)
+    run(small(rounds=2), SITES, tmp_path)
+    answers = [
+        {"status": "ok", "run": read_run(tmp_path / "a").run, "heartbeat_seconds": 60.0},
+        {"status": "wait", "waits_for": "b"},
+    ]
+    answers[0] |= {"down": "float32", "rounds": 3}
+    heard = [0.0]
+
+    class Ending:
+        address, max_message_bytes = "memory", 0
+
+        def call(self, message: Message, timeout: float) -> Message:
+            if message.header["kind"] not in ("join", "work") or not answers:
+                raise DisconnectedError("memory: no coordinator")
+            heard[0] = time.monotonic()
+            return Message(answers.pop(0))
+
+    with Progress("x", rounds_done=0, rounds=3) as progress:
+        site = Site(
+            small(rounds=3),
+            tmp_path / "a",
+            Ending(),  # type: ignore[arg-type]
+            progress,
+            name="a",
+            exp="e",
+            stop=lambda: False,
+            give_up_after=1.5,
+        )
+        site.run()
+    assert not answers and site.gave_up and time.monotonic() - heard[0] >= 1.5
 
 
 def open_goodbye(folder: Path, expelled: str = "") -> Any:

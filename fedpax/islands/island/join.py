@@ -115,8 +115,6 @@ def join(
         ControlChannel(_exit_after(folder), 0.4 * heartbeat_timeout) as channel,
     ):
         member = Member(**channel.broadcast(read_member(folder)._asdict()))
-        if member.finished:
-            give_up_after = min(give_up_after, SECONDS_TO_ASK_AGAIN)
         header = {
             "island": name or folder.name,
             "incarnation": secrets.token_hex(8),
@@ -131,7 +129,15 @@ def join(
                 connection = connect(syncer, certificates=certificates, server_name=server_name)
                 stack.callback(connection.close)
             return _join(
-                experiment, folder, connection, channel, header, exp, syncer, give_up_after
+                experiment,
+                folder,
+                connection,
+                channel,
+                header,
+                exp,
+                syncer,
+                give_up_after,
+                has_finished=member.finished,
             )
 
 
@@ -144,6 +150,8 @@ def _join(
     exp: str,
     syncer: str,
     give_up_after: float,
+    *,
+    has_finished: bool,
 ) -> JoinResult:
     """Open the files of the island, join the syncer, and train."""
     started, first, is_first = time.perf_counter(), latest_round(folder) or 0, channel.is_first
@@ -165,7 +173,8 @@ def _join(
         link = _make_link(folder, connection, header, model, position.get("ledger"))
         exchange = SharedLink(link, channel, preemption)
         stack.callback(exchange.close)
-        reply = exchange.join(patience(progress), give_up_after)
+        ask_for = min(give_up_after, SECONDS_TO_ASK_AGAIN) if has_finished else give_up_after
+        reply = exchange.join(patience(progress), ask_for)
         if reply is None:
             stopped = preemption.signal
             finished = stopped is None and read_member(folder).finished

@@ -1,8 +1,10 @@
 """Descriptions of an experiment's fields for `--help`, and lists of columns in flags."""
 
+import ast
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from tyro.constructors import (
     ConstructorRegistry,
@@ -12,6 +14,9 @@ from tyro.constructors import (
 )
 
 from fedpax.path_patterns import split_names, split_treatments
+
+# The end of a field's text, such as "Default 1." or "Default None: no limit."
+_DEFAULT = re.compile(r"\bDefault (None|True|False|\(\)|-?\d[\w.-]*?)(:|\.(?=\s|$))")
 
 
 def whole_sentences() -> ConstructorRegistry:
@@ -39,9 +44,18 @@ def whole_sentences() -> ConstructorRegistry:
 def _join_description(field: StructFieldSpec) -> StructFieldSpec:
     def describe() -> str | None:
         text = field.helptext() if callable(field.helptext) else field.helptext
-        return text and join_lines(text)
+        return text and _without_other_default(join_lines(text), field.default)
 
     return dataclasses.replace(field, helptext=describe)
+
+
+def _without_other_default(text: str, default: Any) -> str:
+    """Leave out the default of the class, if the experiment sets another one; keep its meaning."""
+    stated = _DEFAULT.search(text)
+    if stated is None or ast.literal_eval(stated[1]) == default:
+        return text
+    before, after = text[: stated.start()], text[stated.end() :]
+    return f"{before}{stated[1]}:{after}" if stated[2] == ":" else (before.rstrip() + after).strip()
 
 
 def join_lines(text: str) -> str:

@@ -90,7 +90,7 @@ def mean() -> Aggregator:
         >>> mean().init(None)
         EmptyState()
     """
-    return without_state(federated_mean)
+    return _MEAN
 
 
 def without_epsilon(aggregator: Aggregator) -> Aggregator:
@@ -127,6 +127,9 @@ def without_state(
         tolerates_non_finite=robust,
         counts_alike=counts_alike,
     )
+
+
+_MEAN = without_state(federated_mean)  # one for all calls, so that means are equal
 
 
 def join_metrics(

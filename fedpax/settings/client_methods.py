@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fedpax import algorithms
-from fedpax.aggregators import Aggregator, private_mean
+from fedpax.aggregators import Aggregator, mean, private_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import apfl_models, choose_cluster, local_steps
 from fedpax.algorithms.parts.local_steps import full_gradient
@@ -126,12 +126,18 @@ class MethodConfig(FunctionSettings):
             settings: the settings that all methods share.
 
         Raises:
-            ArgumentError: the aggregator is private, and the method does not take it, or sends more
-                than updates that changes the model.
+            ArgumentError: the method does not take the aggregator, or it is private, and the method
+                sends more than updates that changes the model.
         """
         algorithm: FederatedAlgorithm = self.call(settings.arguments(loss_fn))
         if settings.aggregator is not None and settings.aggregator.accountant is not None:
             self.check_private("a private aggregator", algorithm.sent_exactly)
+        if settings.aggregator not in (None, mean()) and not self.has_aggregator:
+            name = self.function.__name__
+            raise ArgumentError(
+                f"The aggregator has no effect: {name}() has no argument aggregator, and combines "
+                "updates itself. Add the argument to the function, or leave the aggregator out."
+            )
         return algorithm
 
     def check_private(self, combine: str, sent_exactly: str | None) -> None:

@@ -51,17 +51,18 @@ class DataFile(NamedTuple):
         """Whether `open` decompresses the file."""
         return self.path.lower().endswith(COMPRESSIONS)
 
-    def with_folder_values(self, start: int, split: str | None) -> "DataFile":
+    def with_folder_values(self, start: int, stated: Sequence[str]) -> "DataFile":
         """Add the values of folders such as `day=2026-01-01`, as Hive names the parts of a table.
 
-        The first parts of the path, up to `start`, are no columns, and values that a placeholder
-        has are not added twice.
+        The first parts of the path, up to `start`, are no columns, and nor are folders that match a
+        part of `stated`, whose values are a client, a label or the split.
         """
         folders = PurePosixPath(self.path.replace("\\", "/")).parts[start:-1]
         values = {}
-        for name, equals, text in (folder.partition("=") for folder in folders):
+        for folder in folders:
+            name, equals, text = folder.partition("=")
             value = None if text == "__HIVE_DEFAULT_PARTITION__" else unquote(text)
-            if name and equals and value not in self.fields.values() and value != (split or ""):
+            if name and equals and not any(fnmatch.fnmatchcase(folder, part) for part in stated):
                 values[unquote(name)] = value
         return self._replace(fields=values | self.fields)
 
@@ -117,7 +118,8 @@ def find_files(patterns: Sequence[str], split: str | None) -> list[DataFile]:
             if unknown := re.findall(r"\{\w*\}", PLACEHOLDER.sub("", pattern)):
                 raise FileNotFoundError(
                     f"No file matches {pattern!r}: {unknown[0]} is no placeholder and no name in "
-                    "the folder. Write *, or {client}, {label} or {split}, in its place."
+                    "the folder. Write *, or {client}, {label} or {split}, in its place, such as "
+                    f"{pattern.replace(unknown[0], '*')!r}."
                 )
             if missing := _missing_part(pattern):
                 raise FileNotFoundError(
@@ -130,7 +132,9 @@ def find_files(patterns: Sequence[str], split: str | None) -> list[DataFile]:
         data_files |= {absolute(file.path): file for file in matches}
     parts = zip(*map(_known_parts, patterns), strict=False)
     start = len([*itertools.takewhile(lambda same: len({*same}) == 1, parts)])
-    files = [file.with_folder_values(start, split) for file in data_files.values()]
+    folders = (part for pattern in patterns for part in pattern.split("/") if "=" in part)
+    stated = [PLACEHOLDER.sub("*", part) for part in folders if PLACEHOLDER.search(part)]
+    files = [file.with_folder_values(start, stated) for file in data_files.values()]
     return sorted(files, key=lambda file: file.path)
 
 

@@ -36,10 +36,11 @@ def find_in_folder(folder: Path, split: str | None) -> tuple[list[DataFile], boo
     if (folder / STATE).is_file():
         return _saved_files(folder), False
     by_split: dict[str, list[DataFile]] = {}
+    stated = [f"split={split}"] if split else []
     for path in _data_files(folder):
         check_fetched(path)
         by_split.setdefault(_split_of(path.relative_to(folder)), []).append(
-            DataFile(str(path), {}, is_shard=True).with_folder_values(len(folder.parts), split)
+            DataFile(str(path), {}, is_shard=True).with_folder_values(len(folder.parts), stated)
         )
     if not by_split:
         raise FileNotFoundError(
@@ -105,7 +106,8 @@ def _split_of(path: Path) -> str:
     """Return the split of a file, such as data/test-00000-of-00001.parquet or dev/0.parquet."""
     if match := _SHARD.match(path.stem):
         return match["split"]
-    words = [word for part in path.with_suffix("").parts for word in re.split(r"[^a-z]+", part)]
+    parts = [part for part in path.with_suffix("").parts if re.match(r"split=|[^=]*$", part)]
+    words = [word for part in parts for word in re.split(r"[^a-z]+", part)]
     for split, keywords in _KEYWORDS.items():
         if any(word in keywords for word in words):
             return split

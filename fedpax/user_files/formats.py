@@ -103,7 +103,7 @@ class BadRows:
         """Count a row, and return pyarrow's word for skipping it."""
         # A quote that is not closed makes one row of all lines that follow.
         self.count[path] = self.count.get(path, 0) + 1 + text.strip().count("\n")
-        self.first.setdefault(path, text[:80])
+        self.first.setdefault(path, text[:80] + "..." * (len(text) > 80))
         return "skip"
 
 

@@ -264,6 +264,12 @@ def _join_fields(
     if joined is not None:
         return one.with_type(joined)
     remedy = f"Correct the values, or set types={{{one.name!r}: 'string'}}."
+    if pa.types.is_timestamp(one.type) and pa.types.is_timestamp(two.type):
+        unit = max(one.type.unit, two.type.unit, key="s ms us ns".index)
+        remedy = (
+            f"Set types={{{one.name!r}: 'timestamp[{unit}]'}} if all are in UTC: a time with a "
+            "zone is converted to UTC, and one without keeps its value."
+        )
     if isinstance(one.type, pa.FixedShapeTensorType):
         remedy = "Set image_size=(height, width) if they are images, or save one shape."
     known, misfit = seen[one.name], ""

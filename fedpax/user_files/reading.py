@@ -214,7 +214,9 @@ class Reading:
             )
         for example in table.filter(pa.array(missing)).slice(0, int(missing.sum())).to_batches():
             for k in range(len(example)):
-                self.bad_rows.skip(file.path, str(example.slice(k, 1).to_pylist()[0]))
+                row = example.slice(k, 1).to_pylist()[0]
+                text = ", ".join(f"{name}: {value}" for name, value in row.items())
+                self.bad_rows.skip(file.path, text)
         return table.filter(pa.array(~missing))
 
     def _parts(self, group: Sequence[DataFile]) -> Iterator[pa.Table]:

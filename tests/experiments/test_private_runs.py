@@ -125,8 +125,15 @@ def test_an_own_experiment_cannot_make_a_method_that_no_epsilon_covers(
     settings = ClientTraining(N, N, 0.1, optax.sgd(1.0), 1, aggregator(combine).make(3, N))
     with pytest.raises(ValueError, match=f"with a private aggregator: .*{words}"):
         method(chosen).make(loss_fn, settings)
-    for allowed in (None, aggregator("private_mean", noise_multiplier=0.0).make(3, N)):
-        method(chosen).make(loss_fn, settings._replace(aggregator=allowed))
+    method(chosen).make(loss_fn, settings._replace(aggregator=None))
+    clipped = settings._replace(
+        aggregator=aggregator("private_mean", noise_multiplier=0.0).make(3, N)
+    )
+    if chosen is without_aggregator:
+        with pytest.raises(ValueError, match=r"no effect: without_aggregator\(\) has no argument"):
+            method(chosen).make(loss_fn, clipped)
+    else:
+        method(chosen).make(loss_fn, clipped)
     method("fedavg").make(loss_fn, settings)
 
 

@@ -242,6 +242,12 @@ def test_an_aggregator_that_a_method_does_not_take_is_refused() -> None:
     for name in ("private_mean", "krum", "coordinate_median"):
         with pytest.raises(ValueError, match=r"no effect: own\(\) has no argument aggregator"):
             dataclasses.replace(experiment, aggregator=aggregator(name))
+    # in an experiment of one's own, which checks nothing
+    settings = training()._replace(aggregator=aggregator("mean").make(0, 3))
+    assert method(own).make(lambda params, batch: (params, {}), settings).init is not None
+    settings = settings._replace(aggregator=aggregator("coordinate_median").make(0, 3))
+    with pytest.raises(ValueError, match=r"no effect: own\(\) has no argument.*Add the argument"):
+        method(own).make(lambda params, batch: (params, {}), settings)
 
 
 def test_groups_expand_to_experiments_that_are_found_by_name() -> None:

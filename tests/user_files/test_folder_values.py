@@ -84,3 +84,37 @@ def test_placeholders_come_first_and_null_is_missing(tmp_path: Path) -> None:
     assert source.client_names == ["ann", "bo"] and {*source.fields} == {"client", "x", "day"}
     assert sorted(map(str, source.table.column("day").to_pylist())) == ["5", "5", "None", "None"]
     np.testing.assert_array_equal(source.column("x"), [1, 1, 2, 2])
+
+
+def test_a_folder_with_the_name_of_the_split_is_a_column(tmp_path: Path) -> None:
+    for fold in ("train", "7"):
+        folder = tmp_path / "all" / f"fold={fold}" / "day=7"
+        folder.mkdir(parents=True)
+        rows = "".join(f"{k},u{k % 3}\n" for k in range(40))
+        (folder / "0.csv").write_text(f"x,user\n{rows}")
+    for files in (f"{tmp_path}/all/*/*/*.csv", f"{tmp_path}/all"):
+        parts = [
+            load(files, split, client="user", heldout_fraction=0.3)
+            for split in ("train", "heldout")
+        ]
+        for part in parts:
+            assert {*part.column("fold")} == {"train", "7"} and {*part.column("day")} == {"7"}
+        assert sum(map(len, parts)) == 80
+    # {split} and {client} state what a folder is
+    some = load(f"{tmp_path}/all/fold={{split}}/*/*.csv", "train", client="user")
+    assert {*some.fields} == {"x", "user", "day"} and len(some) == 40
+    some = load(f"{tmp_path}/all/fold={{client}}/*/*.csv")
+    assert some.client_names == ["7", "train"] and {*some.column("day")} == {"7"}
+    (tmp_path / "all" / "fold=train").rename(tmp_path / "all" / "split=train")
+    (tmp_path / "all" / "fold=7").rename(tmp_path / "all" / "split=test")
+    some = load(tmp_path / "all", "test", client="user")
+    assert {*some.fields} == {"x", "user", "day"} and len(some) == 40
+
+
+def test_another_name_in_braces_is_told_with_the_pattern_that_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "day=1").mkdir()
+    (tmp_path / "day=1" / "a.csv").write_text("x\n1\n")
+    with pytest.raises(
+        FileNotFoundError, match=r"\{day\} is no placeholder.*such as .*/day=\*/\*'"
+    ):
+        load(f"{tmp_path}/day={{day}}/*")

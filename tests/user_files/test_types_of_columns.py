@@ -165,3 +165,30 @@ def test_numbers_of_arrow_have_numpy_dtypes_without_pandas(kind) -> None:
     files = Path(columns.__file__).parent.rglob("*.py")
     calls = [p.name for p in files if ".to_pandas_dtype()" in p.read_text(encoding="utf-8")]
     assert not calls  # PyArrow 25 imports pandas for it
+
+
+def test_times_with_and_without_a_zone_are_told_with_a_type_of_times(tmp_path: Path) -> None:
+    for name, kind in (("a", pa.timestamp("ms", "UTC")), ("b", pa.timestamp("us"))):
+        table = pa.table({"user": [name], "time": pa.array([1000], kind)})
+        write_arrow(table, tmp_path / f"{name}.arrow")
+    with pytest.raises(
+        ValueError, match=r"Set types=\{'time': 'timestamp\[us\]'\} if all are in UTC"
+    ):
+        load(f"{tmp_path}/*.arrow", client="user")
+    source = load(f"{tmp_path}/*.arrow", client="user", types={"time": "timestamp[us]"})
+    assert source.column("time").astype("M8[us]").astype(int).tolist() == [1_000_000, 1000]
+
+
+def test_a_skipped_example_is_told_in_words(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "time": pa.array([0, 1], pa.timestamp("us", "UTC")),
+            "user": ["a", None],
+            "x": ["y" * 99] * 2,
+        }
+    )
+    write_arrow(table, tmp_path / "a.arrow")
+    made = prepare(tmp_path / "a.arrow", tmp_path / "out", client="user", on_bad_row="skip")
+    (first,) = made.first_skipped.values()
+    assert first.startswith("time: 1970-01-01 00:00:00.000001+00:00, user: None, x: yyy")
+    assert first.endswith("y...") and len(first) == 83

@@ -10,7 +10,7 @@ from typing import Any
 import chex
 import pytest
 from islands.site_problem import Sites
-from islands.small_sites import sites_regression
+from islands.small_sites import STEPS, sites_regression
 from islands.syncer_methods import parts
 from site_processes import Processes, wait_until
 
@@ -20,6 +20,7 @@ from fedpax.errors import ConfigurationError
 from fedpax.islands.island.island import SharedLink
 from fedpax.islands.island.join import join
 from fedpax.islands.island.link import Link
+from fedpax.islands.syncer.island_table import read_islands
 from fedpax.islands.syncer.logs import read_merges
 from fedpax.islands.syncer.syncer_store import SyncerStore
 from fedpax.run_files.configuration import read_configuration_json
@@ -176,6 +177,7 @@ def test_islands_that_were_down_learn_the_end_and_get_more_rounds(
     assert syncer.wait(400) == 0 and "islands can learn it" not in processes.log("again")
     assert len(read_merges(tmp_path / "syncer")) == merges
     # More rounds, of which only the syncer is told.
+    trained = len(select(read_metrics(tmp_path / "a"), "training"))
     every = ["--training.evaluate_every=3", "--allow_config_change=training.evaluate_every"]
     syncer = processes.start("syncer", "syncer", "--training.rounds=10", *every, log="more")
     wait_until(lambda: "listening at" in processes.log("more"), processes)
@@ -183,6 +185,8 @@ def test_islands_that_were_down_learn_the_end_and_get_more_rounds(
     assert [process.wait(400) for process in (syncer, a, b)] == [0, 0, 0], processes.logs()
     assert [merge["merge"] for merge in read_merges(tmp_path / "syncer")] == list(range(1, 21))
     assert len(select(read_metrics(tmp_path / "syncer"), "training")) == 10
+    steps = {island.name: island.steps for island in read_islands(tmp_path / "syncer")}
+    assert steps["a"] > STEPS * trained  # the steps before are counted too
     content = read_configuration_json(tmp_path / "a")
     assert content is not None and content[1]["training"]["rounds"] == 10
     assert "training.evaluate_every=3 has no effect: a syncer" in processes.log("more")

@@ -169,6 +169,7 @@ def _join(
         contextlib.ExitStack() as stack,
     ):
         progress, model = files.progress, LocalModel(run)
+        header["steps_before"] = first * len(model.formats) * parts_of(run).steps_per_sync
         position: Any = files.checkpoints.restore_position().stream if first else {}
         link = _make_link(folder, connection, header, model, position.get("ledger"))
         exchange = SharedLink(link, channel, preemption)

@@ -54,6 +54,7 @@ class IslandRecord:
     last_message: float = 0.0  # time of its last message, on the syncer's clock
     last_step: float = 0.0  # time of the last message with a larger number of steps
     steps: int = 0  # inner steps of its process
+    steps_before: int = 0  # inner steps in the checkpoint with which its process began
     seconds_per_update: float = 0.0  # seconds between its phases of S steps, as it measures them
     loss: float | None = None  # its training loss, as it reports it
     contributed: int = 0  # number of updates that were merged
@@ -118,6 +119,7 @@ class IslandRecord:
             "late": self.late,
             "dropped": self.dropped,
             "heard_end": self.heard_end,
+            "steps_before": self.steps_before + self.steps,
         }
 
     @classmethod
@@ -247,7 +249,7 @@ class Members:
                 if island.heard_end and not island.expelled
                 else island.state(now, self._heartbeat),
                 island.shard,
-                island.steps,
+                island.steps_before + island.steps,
                 island.loss,
                 island.contributed,
                 island.late,

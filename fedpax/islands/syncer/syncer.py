@@ -197,6 +197,7 @@ class Syncer:
             epoch = request.optional_text("epoch")
             versions = None if epoch is None else request.versions(len(self._pending))
             island = self._admit(name, peer, folder, incarnation, shard, self._clock(), data)
+            island.steps_before = request.optional_count("steps_before") or 0
             self._forget_updates_without_shard()
             if name not in self._credits:
                 self._credits.add(name, self.merges, returns=name in before)

@@ -52,7 +52,8 @@ def hostile(draw: st.DrawFn) -> Message:
     """Draw a message that differs from a proper one in some fields and arrays."""
     kind = draw(st.sampled_from(sorted(templates())))
     header, arrays = dict(templates()[kind].header), dict(templates()[kind].arrays)
-    names = (*FIELDS, *PUSH_FIELDS, "versions", "seconds_per_update", "heard_end")
+    others = ("versions", "seconds_per_update", "heard_end", "steps_before")
+    names = (*FIELDS, *PUSH_FIELDS, *others)
     for name in draw(st.lists(st.sampled_from(names), max_size=3)):
         header[name] = draw(VALUES)
     if arrays and draw(st.booleans()):

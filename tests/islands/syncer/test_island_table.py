@@ -5,11 +5,14 @@ import math
 from pathlib import Path
 
 import pytest
+from islands.site_problem import Sites
+from islands.syncer_methods import parts
 
 from fedpax.commands.show import show
 from fedpax.errors import ConfigurationError
 from fedpax.islands.syncer.island_table import TABLE_FILE, IslandWatch, format_islands, read_islands
 from fedpax.islands.syncer.members import IslandReport
+from fedpax.islands.syncer.syncer_store import SyncerStore
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.training.folder_owners import JobDirLock
 from fedpax.training.progress import Progress
@@ -50,6 +53,30 @@ def test_an_island_without_a_shard_has_a_row(
     assert "island paris (no shard): waiting" in capsys.readouterr().err
     assert read_islands(tmp_path) == [waiting]
     assert "| paris  | waiting |     - |" in format_islands([waiting, OSLO])
+
+
+@pytest.mark.xdist_group("sites")
+def test_steps_continue_when_an_island_or_the_syncer_restarts(tmp_path: Path) -> None:
+    sites = Sites(parts(), quorum=1, store=SyncerStore(tmp_path))
+    island = sites.add("a")
+
+    def steps() -> int:
+        (report,) = sites.syncer.islands()
+        return report.steps
+
+    for taken in (2, 4):
+        sites.phase(island)
+        sites.receive(island)
+        assert steps() == taken
+    sites.start_syncer()
+    assert steps() == 4  # before it joins again
+    sites.receive(island)
+    assert steps() == 4
+    restarted = sites.add("a", "a-2", steps_before=2)  # of its last checkpoint
+    assert steps() == 2
+    sites.phase(restarted)
+    sites.receive(restarted)
+    assert steps() == 4
 
 
 @pytest.mark.parametrize("content", ["", "[1]", json.dumps([{"name": "paris"}])])

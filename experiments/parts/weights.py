@@ -125,6 +125,8 @@ def write_huggingface(
     huggingface.save(
         folder, without_scale(config), _scaled(config, params), original_folder=original
     )
+    if tokenizer == "bytes":
+        _add_entry(folder / CONFIG, SOURCES[CONFIG], load_tokenizer(tokenizer).separator)
     file = expand_home(tokenizer)
     if file.is_file():  # not "bytes"
         is_model = not file.read_bytes().lstrip().startswith(b"{")  # of SentencePiece

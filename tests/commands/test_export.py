@@ -108,6 +108,14 @@ def test_an_exported_folder_names_the_token_that_ends_a_document(tmp_path: Path)
         assert named == expected.end_of_document
 
 
+def test_an_exported_model_of_bytes_names_their_separator(tmp_path: Path) -> None:
+    config = TransformerConfig(num_layers=1, scale_embeddings=False)
+    params = transformer(config).init(jax.random.key(0))
+    write_huggingface(tmp_path, config, params, tokenizer="bytes", end_of_document=None)
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 255
+    assert load_tokenizer("bytes").separator == 255
+
+
 def test_an_exported_tokenizer_begins_a_document_as_the_training_does(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     config = TransformerConfig(num_layers=1, vocab_size=300, scale_embeddings=False)

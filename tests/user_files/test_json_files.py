@@ -124,3 +124,22 @@ def test_a_byte_that_is_not_utf8_is_told(tmp_path: Path, name: str) -> None:
         prepare(tmp_path / name, tmp_path / "prepared")
     prepared = prepare(tmp_path / name, tmp_path / "prepared", on_bad_row="skip")
     assert len(prepared.source) == 3
+
+
+@pytest.mark.parametrize("line", ['{"id": 2, "text": "unclosed', "[1]", '{"id": nul}'])
+def test_a_line_that_is_no_object_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    """Counted as an editor does, with empty lines, in any block, and without pyarrow's words."""
+    monkeypatch.setattr("fedpax.user_files.readers.json_files._STREAM_BLOCK", 64)
+    (tmp_path / "a.jsonl").write_text('{"id": 1}\n' * 10 + f'\n\n{line}\n{{"id": 3}}\n')
+    for read in (load, lambda file: prepare(file, tmp_path / "prepared")):
+        with pytest.raises(ValueError) as caught:
+            read(tmp_path / "a.jsonl")
+        assert str(caught.value) == (
+            f"{tmp_path}/a.jsonl cannot be read as jsonl: its line 13 is {line!r}, expected one "
+            "whole JSON object. Correct the line, or leave such lines out: `fedpax prepare` does "
+            "with --on_bad_row=skip."
+        )
+    prepared = prepare(tmp_path / "a.jsonl", tmp_path / "prepared", on_bad_row="skip")
+    assert len(prepared.source) == 11

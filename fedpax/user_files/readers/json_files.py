@@ -40,7 +40,9 @@ def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
         types |= _types_in(block, options)
     try:
         table = _parse_lines(file.open, _BLOCK, types)
-    except pa.ArrowInvalid:  # again in one block, whose rows the message counts
+    except pa.ArrowInvalid as error:  # again in one block, whose rows the message counts
+        for block, number in _blocks_of_lines(file):
+            _check_objects(block, number, error)
         with _remedy_added():
             table = _parse_lines(file.open, _LARGEST_BLOCK, types)
 
@@ -106,18 +108,37 @@ def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions
         return _parse_lines(lambda: pa.BufferReader(block), _LARGEST_BLOCK, types)
     except pa.ArrowInvalid as error:
         if options.bad_rows is None or "Column(/" in str(error):  # a value of another type
+            _check_objects(block, number, error)
             row = re.search(r" in row (\d+)", str(error))
             where = "" if row is None else f" (line {number + int(row[1]) + 1})"
             raise ArgumentError(f"{error}{where}") from error
     kept = []
     for line in block.splitlines():
-        try:
-            if line.strip() and not isinstance(json.loads(line), dict):
-                raise ArgumentError("it is not an object")
+        if _is_object(line):
             kept.append(line)
-        except ValueError:
+        else:
             options.bad_rows.skip(file.path, line.decode(errors="replace"))
     return _parse_lines(lambda: pa.BufferReader(b"\n".join(kept)), _LARGEST_BLOCK, types)
+
+
+def _check_objects(block: bytes, number: int, error: pa.ArrowInvalid) -> None:
+    """Raise an error for the first line that is no JSON object."""
+    lines = [] if "Column(/" in str(error) else block.split(b"\n")  # a value of another type
+    for count, line in enumerate(lines, number + 1):
+        if not _is_object(line):
+            raise ArgumentError(
+                f"its line {count} is {line.decode(errors='replace').strip()!r:.80}, expected one "
+                "whole JSON object. Correct the line, or leave such lines out: `fedpax prepare` "
+                "does with --on_bad_row=skip"
+            ) from error
+
+
+def _is_object(line: bytes) -> bool:
+    """Return whether a line is empty or a JSON object."""
+    try:
+        return not line.strip() or isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def _types_in(block: bytes, options: ReadOptions) -> dict[str, pa.DataType]:

@@ -26,6 +26,14 @@ _TOO_DEEP = f"it nests lists or objects deeper than {NESTING} levels"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """What some programs write at the start of a text in UTF-8; `read_json` reads past it."""
 
+_MAKE_ROOM = "Make room on the disk"
+NO_ROOM = {
+    errno.ENOSPC: _MAKE_ROOM,
+    errno.EDQUOT: _MAKE_ROOM,
+    errno.EFBIG: "Raise the limit on the size of files (`ulimit -f`)",
+}
+"""The remedy for each error of a file that cannot be written because it does not fit."""
+
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _START = len(BYTE_ORDER_MARK + _POINTER)  # a program that rewrites texts can have added the mark
 _KINDS = {

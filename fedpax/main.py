@@ -1,6 +1,5 @@
 """The command line, `fedpax`: choose the command, and turn errors and signals into exit codes."""
 
-import errno
 import importlib
 import signal
 import sys
@@ -28,7 +27,7 @@ from fedpax.errors import (
     MissingPackageError,
 )
 from fedpax.extras import optional
-from fedpax.files import describe_no_permission
+from fedpax.files import NO_ROOM, describe_no_permission
 from fedpax.garbage_collection import collect_seldom
 from fedpax.preemption import delay_interrupts, exit_on_signals
 
@@ -102,14 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return STOPPED
         return int(stop.code or 0)
     except Exception as error:
-        full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if isinstance(error, OSError) and error.errno in full:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
             if argv is None and not _can_flush(sys.stdout):
                 discard_output(sys.stdout)
             where = error.filename or "the output"
             print_error(
-                f"fedpax: {where} cannot be written: {error.strerror}. Make room on the disk, "
-                "or write to another one."
+                f"fedpax: {where} cannot be written: {error.strerror}. {NO_ROOM[error.errno]}, "
+                "or write to another disk."
             )
             return STOPPED
         if (failure := _status_of(error)) is None:

@@ -179,3 +179,5 @@ print("status", fedpax.main.main({arguments}))
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.stdout == "status 1\n" and "model.npz cannot be written" in process.stderr
+    remedy = "Make room on the disk" if number == "ENOSPC" else "Raise the limit on the size of"
+    assert remedy in process.stderr and process.stderr.count(", or write to another disk.") == 1

@@ -31,6 +31,7 @@ from fedpax.deploy.runtime import MANIFEST, ArtifactError
 from fedpax.errors import UsageError
 from fedpax.experiments.language_model_experiment import LanguageModelExperiment
 from fedpax.experiments.parts.weights import huggingface_obstacle
+from fedpax.files import NO_ROOM
 from fedpax.training.experiment import Experiment, Run
 from fedpax.transforms.stages import stages
 
@@ -182,7 +183,7 @@ def _draft_of(out: Path, *, last: str | None) -> Iterator[Path]:
 def _tell_write_failure(error: Exception, out: Path) -> None:
     """Raise an error with the name of the output if an error says that it cannot be written."""
     # safetensors, Orbax and TensorStore put the system's error into their own texts.
-    for number in (errno.ENOSPC, errno.EDQUOT):
+    for number in NO_ROOM:
         if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
             raise OSError(number, os.strerror(number), str(out)) from error
     of_file = str(getattr(error, "filename", "")).startswith(str(out.parent))

@@ -1,6 +1,5 @@
 """The training loop of every experiment."""
 
-import errno
 import functools
 import os
 import signal
@@ -20,6 +19,7 @@ from fedpax.checks import check_integer_fields
 from fedpax.console import count_of
 from fedpax.elastic.membership import Membership
 from fedpax.errors import FedpaxError
+from fedpax.files import NO_ROOM
 from fedpax.garbage_collection import collect_seldom
 from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import read_configuration_json, write_configuration
@@ -323,13 +323,11 @@ def _storage_failure(error: BaseException, saved_in: Path) -> tuple[str, str] | 
     if isinstance(error, FileNotFoundError) and str(error.filename).startswith(str(saved_in)):
         remedy = "Run the same command again: it resumes from the remaining checkpoints."
         return f"{error.filename} was removed while the run trained", remedy
-    remedy = "Make room on the disk, then run the same command again to resume."
-    numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    if isinstance(error, OSError) and error.errno in numbers:
-        return os.strerror(error.errno), remedy
-    # Orbax and TensorStore wrap the error of the operating system in others.
-    reasons = [os.strerror(number) for number in numbers if os.strerror(number) in str(error)]
-    return (reasons[0], remedy) if reasons else None
+    for number, remedy in NO_ROOM.items():
+        # Orbax and TensorStore wrap the error of the operating system in others.
+        if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
+            return os.strerror(number), f"{remedy}, then run the same command again to resume."
+    return None
 
 
 def _stopped(job: TrainingJob, reason: str, remedy: str) -> str:

@@ -79,7 +79,8 @@ def test_a_disk_that_is_full_for_checkpoints_keeps_the_last_one(
         train(short(8), folder, exp="small_regression:regression")
     assert str(caught.value) == (
         "small_regression:regression stopped: File too large. The checkpoint of round 4 is kept in "
-        f"{folder}. Make room on the disk, then run the same command again to resume."
+        f"{folder}. Raise the limit on the size of files (`ulimit -f`), then run the same command "
+        "again to resume."
     )
     assert "Traceback" not in capfd.readouterr().err
     del caught

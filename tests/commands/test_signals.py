@@ -113,7 +113,7 @@ def test_closed_streams_give_no_traceback(tmp_path: Path) -> None:
     assert process.stdout.split() == ["0", "2", "0", "1", "3"]
     assert process.stderr.splitlines() == [
         "fedpax: the output cannot be written: No space left on device. Make room on the disk, or "
-        "write to another one."
+        "write to another disk."
     ]
 
 

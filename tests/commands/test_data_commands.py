@@ -245,3 +245,13 @@ def test_whole_floats_and_decimals_are_labels_as_in_runs(command: Command, tmp_p
         assert "| labels                   |          4 |" in output  # the missing one too
     assert "bytes that are no text" in output
     assert "most frequent" not in command("data", file, "--client=u", "--label=x")[1]
+
+
+def test_an_empty_text_of_json_is_missing_in_tables_alone(command: Command, tmp_path: Path) -> None:
+    texts = ["a b", "", "c", None]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+    source = load(tmp_path / "a.jsonl")
+    assert [example["text"] for example in source] == texts
+    _, output, _ = command("data", f"{tmp_path}/a.jsonl")
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.splitlines()]
+    assert ["text", "string", "2", "2"] in [row[:4] for row in cells]

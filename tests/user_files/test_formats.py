@@ -310,7 +310,7 @@ def test_folders_without_data(tmp_path: Path) -> None:
         (
             "a.jsonl",
             b'{"a": 1}\n{"a": "x"}\n',
-            r"Column\(/a\) changed from number to string in row 1, counted from 0. Write all",
+            r"Column\(/a\) changed from number to string in line 2. Write all",
         ),
         ("a.jsonl", b'{"a": 1}\n{"a":', r"cannot be read as jsonl"),
         ("a.jsonl", b"", r"is empty, expected at least one example"),

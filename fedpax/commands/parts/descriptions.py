@@ -16,7 +16,7 @@ from tyro.constructors import (
 from fedpax.path_patterns import split_names, split_treatments
 
 # The end of a field's text, such as "Default 1." or "Default None: no limit."
-_DEFAULT = re.compile(r"\bDefault (None|True|False|\(\)|-?\d[\w.-]*?)(:|\.(?=\s|$))")
+_DEFAULT = re.compile(r"(?:^| )Default (None|True|False|\(\)|-?\d[\w.-]*?)(:|\.(?=\s|$))")
 
 
 def whole_sentences() -> ConstructorRegistry:
@@ -51,11 +51,13 @@ def _join_description(field: StructFieldSpec) -> StructFieldSpec:
 
 def _without_other_default(text: str, default: Any) -> str:
     """Leave out the default of the class, if the experiment sets another one; keep its meaning."""
-    stated = _DEFAULT.search(text)
-    if stated is None or ast.literal_eval(stated[1]) == default:
-        return text
-    before, after = text[: stated.start()], text[stated.end() :]
-    return f"{before}{stated[1]}:{after}" if stated[2] == ":" else (before.rstrip() + after).strip()
+
+    def keep(stated: re.Match[str]) -> str:
+        if ast.literal_eval(stated[1]) == default:
+            return stated[0]
+        return f" {stated[1]}:" if stated[2] == ":" else ""
+
+    return _DEFAULT.sub(keep, text).strip()
 
 
 def join_lines(text: str) -> str:

@@ -1,6 +1,5 @@
 """JSON lines, whole or in blocks, a JSON list of objects, and LEAF's JSON."""
 
-import contextlib
 import functools
 import json
 import re
@@ -43,8 +42,10 @@ def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
     except pa.ArrowInvalid as error:  # again in one block, whose rows the message counts
         for block, number in _blocks_of_lines(file):
             _check_objects(block, number, error)
-        with _remedy_added():
+        try:
             table = _parse_lines(file.open, _LARGEST_BLOCK, types)
+        except pa.ArrowInvalid as again:
+            raise _located(again) from again
 
     def integers_of(name: str) -> Iterator[int]:
         for block, _ in _blocks_of_lines(file):
@@ -52,20 +53,6 @@ def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
 
     check_integers_of_floats(table, options, integers_of, _AS_TEXTS)
     return table
-
-
-@contextlib.contextmanager
-def _remedy_added() -> Iterator[None]:
-    try:
-        yield
-    except pa.ArrowInvalid as error:
-        row = re.search(r" in row (\d+)", str(error))
-        if "changed from" not in str(error) or row is None:
-            raise
-        raise ArgumentError(
-            f"{str(error).removesuffix('.')}, counted from 0. Write all values of the column as "
-            "one type, such as texts"
-        ) from error
 
 
 def stream_json_lines(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
@@ -109,9 +96,7 @@ def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions
     except pa.ArrowInvalid as error:
         if options.bad_rows is None or "Column(/" in str(error):  # a value of another type
             _check_objects(block, number, error)
-            row = re.search(r" in row (\d+)", str(error))
-            where = "" if row is None else f" (line {number + int(row[1]) + 1})"
-            raise ArgumentError(f"{error}{where}") from error
+            raise _located(error, number) from error
     kept = []
     for line in block.splitlines():
         if _is_object(line):
@@ -119,6 +104,15 @@ def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions
         else:
             options.bad_rows.skip(file.path, line.decode(errors="replace"))
     return _parse_lines(lambda: pa.BufferReader(b"\n".join(kept)), _LARGEST_BLOCK, types)
+
+
+def _located(error: pa.ArrowInvalid, number: int = 0) -> ArgumentError:
+    """Name the line in an error; `number` lines of the file are before its rows."""
+    row = re.compile(r"in row (\d+)\.?")
+    text = row.sub(lambda row: f"in line {number + int(row[1]) + 1}", str(error))
+    if "changed from" in text:
+        text += ". Write all values of the column as one type, such as texts"
+    return ArgumentError(text)
 
 
 def _check_objects(block: bytes, number: int, error: pa.ArrowInvalid) -> None:

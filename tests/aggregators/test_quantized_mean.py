@@ -138,6 +138,11 @@ def test_number_of_digits_in_a_word(shape, participants, num_levels, digits):
     assert packing.base**packing.entries_per_word <= WORD
 
 
+def test_no_word_spans_two_shards():
+    assert choose_packing((8,), 4, 2).entries_per_word == 8
+    assert choose_packing((8,), 4, 2, (2,)).entries_per_word == 4
+
+
 @pytest.mark.parametrize(
     "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
 )

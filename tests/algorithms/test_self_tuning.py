@@ -174,6 +174,11 @@ def test_a_hyperparameter_whose_derivative_is_nan_keeps_its_value(eps_root: floa
     for name, start in before.items():
         assert jnp.isfinite(state.hyperparameters[name])
         assert (state.hyperparameters[name] == start) == bool(skipped)
+    # With both signs no unit is dead: the skipped derivatives have not reached Adam's moments.
+    state, metrics = train(state, fedpax.Cohort(x * np.float32([[1], [-1], [1], [-1]])))
+    assert metrics["non_finite_hypergradients"] == 0
+    for name, start in before.items():
+        assert jnp.isfinite(state.hyperparameters[name]) and state.hyperparameters[name] != start
 
 
 def test_the_state_keeps_its_structure_and_can_be_donated():

@@ -74,7 +74,7 @@ def three_stages(state, data):
     )
     spread = federated_sum(federated_map(lambda s: jnp.mean((s - mean) ** 2), scores))
     after = {"key": jax.random.fold_in(state["key"], 1), "own": own, "w": state["w"] + mean}
-    return after, {"spread": spread, "ranks": jnp.sort(scores, axis=0)}
+    return after, {"spread": spread, "ranks": jnp.sort(scores, axis=0), "rows": 2 * scores}
 
 
 def params():

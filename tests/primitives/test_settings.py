@@ -88,6 +88,8 @@ def test_double_precision_is_kept():
         out = fit(w, x)
         assert out.dtype == jnp.float64
         assert_close(out, fit_plainly(w, x), 1e-12)
+        n = np.float64(positive(N)) + 1e-9  # between the numbers of float32
+        assert_close(weighted_mean(x, n), np.average(x, axis=0, weights=n), 1e-12)
         gradient = jax.grad(lambda w, x: jnp.sum(fit(w, x) ** 2))
         plain = jax.grad(lambda w, x: jnp.sum(fit_plainly(w, x) ** 2))
         assert_close(gradient(w, x), plain(w, x), 1e-12)

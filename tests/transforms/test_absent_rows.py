@@ -90,7 +90,12 @@ def test_absent_participants_do_not_count(program, present):
 
 
 def test_an_exported_server_leaves_them_out(tmp_path):
-    stages = fedpax.stages(fedpax.program(clients=N)(median_of_the_present), W, X, WEIGHTS)
+    @fedpax.program(clients=N)
+    def program(w, x, weights):
+        norms = federated_map(lambda x: jnp.sum((x * w) ** 2), x)
+        return median_of_the_present(w, x, weights), jnp.argmax(norms)
+
+    stages = fedpax.stages(program, W, X, WEIGHTS)
     export_stages(stages, tmp_path / "round")
     answer, own = PRESENT["half"], stages.own(W, X, WEIGHTS)
     server = load(tmp_path / "round").run({"w": W})
@@ -105,10 +110,9 @@ def test_an_exported_server_leaves_them_out(tmp_path):
     shown = [jnp.stack(rows) for rows in zip(*(s for _, s, _ in replies), strict=True)]
     with pytest.raises(StopIteration) as end:
         server.send((terms, shown, answer))
-    assert_close(
-        list(end.value.value.values()),
-        [run_local(stages, W, X, WEIGHTS, participants=answer)],
-    )
+    expected = run_local(stages, W, X, WEIGHTS, participants=answer)
+    assert_close(list(end.value.value.values()), expected)
+    assert expected[1] == answer[np.argmax(np.sum((X * W)[answer] ** 2, axis=1))]
 
 
 @pytest.mark.parametrize("size", [3, 0])

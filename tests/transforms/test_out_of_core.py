@@ -105,7 +105,8 @@ def test_structure_keywords_and_random_keys():
         noise = federated_map(
             lambda s, k: s["scale"] * jax.random.normal(k, (3,)), federated_broadcast(state), keys
         )
-        return {"mean": federated_mean(noise), "all": noise, "step": state["step"] + 1}, keys
+        results = {"mean": federated_mean(noise), "all": noise, "turned": noise.T}
+        return results | {"step": state["step"] + 1}, keys
 
     keys = jax.random.split(jax.random.key(3), N)
     state = {"scale": np.float32(2.0), "step": 3}

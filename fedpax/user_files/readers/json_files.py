@@ -39,13 +39,13 @@ def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
         types |= _types_in(block, options)
     try:
         table = _parse_lines(file.open, _BLOCK, types)
-    except pa.ArrowInvalid as error:  # again in one block, whose rows the message counts
-        for block, number in _blocks_of_lines(file):
-            _check_objects(block, number, error)
+    except pa.ArrowInvalid:  # again in one block, whose rows the message counts
         try:
             table = _parse_lines(file.open, _LARGEST_BLOCK, types)
-        except pa.ArrowInvalid as again:
-            raise _located(again) from again
+        except pa.ArrowInvalid as error:
+            for block, number in _blocks_of_lines(file):
+                _check_objects(block, number, error)
+            raise _located(error) from error
 
     def integers_of(name: str) -> Iterator[int]:
         for block, _ in _blocks_of_lines(file):

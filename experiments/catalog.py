@@ -48,7 +48,7 @@ def find_group(name: str) -> ExperimentGroup:
     """Return a group of experiments.
 
     Args:
-        name: a name in `GROUPS`, or a function as in `find_experiment`, which is called.
+        name: a name in `GROUPS`, or a function as in `find_experiment`.
 
     Raises:
         UnknownExperimentError: no group has the name.

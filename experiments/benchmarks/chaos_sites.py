@@ -66,8 +66,8 @@ class Outcome(NamedTuple):
     lost_updates: dict[int, int]
     last_steps: dict[int, int]
     restarts: list[Restart]  # of processes that have trained or merged since
-    statuses: list[int]  # exit statuses of the syncer and the islands
-    failures: list[Failure]  # the failures that happened
+    statuses: list[int]
+    failures: list[Failure]
     late: float  # fraction of the updates in merges that had missed an earlier merge
 
     @property
@@ -187,7 +187,7 @@ def play(sites: Sites, failures: Sequence[Failure], limit_seconds: float) -> Out
     _wait(sites, deadline, lambda: all(sites.rounds(island) >= 2 for island in islands))
     begin, date = time.monotonic(), time.time()
     waiting = list(failures)
-    agenda: list[tuple[float, Failure]] = []  # what ends, and when
+    agenda: list[tuple[float, Failure]] = []
     happened: list[Failure] = []
     starting: dict[int, tuple[float, float, int]] = {}  # killed, started, least progress
     restarts: list[Restart] = []

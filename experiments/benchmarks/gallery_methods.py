@@ -33,7 +33,6 @@ class Method(NamedTuple):
     """A method on a problem.
 
     Attributes:
-        algorithm: the method.
         placement: its participants, "clients" or "islands".
         events: the rounds of an asynchronous method. Default None: all participants in each round.
         models: `(state, cohort) -> models [clients, ...]`. Default None: the shared model.

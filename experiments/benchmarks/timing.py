@@ -73,12 +73,7 @@ def interleaved(
 
 
 def paired_ratio(seconds: Sequence[float], others: Sequence[float]) -> float | None:
-    """Return the median over repetitions of the ratio of two functions' seconds, or None if none.
-
-    Example:
-        >>> paired_ratio([1.0, 2.0, 30.0], [2.0, 4.0, 10.0])
-        0.5
-    """
+    """Return the median over repetitions of the ratio of two functions' seconds; None for none."""
     pairs = list(zip(seconds, others, strict=True))
     return statistics.median(a / b for a, b in pairs) if pairs else None
 

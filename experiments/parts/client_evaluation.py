@@ -196,7 +196,7 @@ def _finish_regression(scale: float, means: Mapping[str, Any]) -> dict[str, Any]
 class HeldoutSet(NamedTuple):
     """A data set to evaluate on beside the run's own."""
 
-    name: str  # its name in the metrics
+    name: str
     dataset: str  # a name for `fedpax.data.load`
     field: str | None  # the field of an example with its text. None: as in the run's own data.
     split: str | None  # the split. None: as in the run's own data.
@@ -205,8 +205,8 @@ class HeldoutSet(NamedTuple):
 class HeldoutSets(NamedTuple):
     """The rows to evaluate on."""
 
-    main: HeldoutRows  # the rows of the run's own held-out split
-    others: Mapping[str, HeldoutRows]  # the rows of further data sets by name
+    main: HeldoutRows
+    others: Mapping[str, HeldoutRows]
 
 
 _FORM = re.compile(

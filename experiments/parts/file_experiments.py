@@ -237,7 +237,7 @@ _EXAMPLES = "number of examples"
 class ServerState(NamedTuple):
     """The part of an algorithm's state that an evaluation in training reads."""
 
-    params: Params  # the parameters
+    params: Params
 
 
 def makes_own_models(method: MethodConfig) -> bool:

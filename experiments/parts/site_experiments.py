@@ -306,13 +306,7 @@ def sample_present(sampler: ClientSampler) -> Callable[[int, Any], list[int]]:
 
 
 class SitePopulation(ComputedPartition):
-    """The clients of all sites; the clients of other sites have no examples here.
-
-    Args:
-        own: the examples of each client of this site.
-        first: number of its first client.
-        total: number of clients of all sites.
-    """
+    """The `total` clients of all sites: `own` from `first` on, others without examples."""
 
     def __init__(self, own: Partition, first: int, total: int) -> None:
         self._own, self._first, self._total = own, first, total

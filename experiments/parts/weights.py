@@ -150,8 +150,6 @@ def _add_entry(path: Path, name: str, value: str | int) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-# ---- the parameters that an experiment trains: a whole transformer, or adapters of a frozen one
-
 NO_ADAPTERS = LoRAConfig(rank=0)
 
 Evaluation = TypeVar("Evaluation")
@@ -161,16 +159,16 @@ class Trainable(NamedTuple):
     """The parameters that a run trains: a whole transformer, or adapters of a frozen one."""
 
     init: Callable[[jax.Array], Params]  # `key -> params`
-    logical_axes: Params  # the logical axes of the parameters
-    shardings: ShardingTree  # the shardings of the parameters
+    logical_axes: Params
+    shardings: ShardingTree
     flops_per_token: float  # floating-point operations per token, forward and backward
-    flops_convention: str  # what they count, in words
+    flops_convention: str
     # the initial parameters, where they are read from a folder, as in `Run`
     initial: StoredParams | None = None
     frozen: StoredParams | None = None  # the transformer below adapters, as in `Run`
     # `params -> parameters of the transformer`, as in `Run`
     whole_model: Callable[[Params], Params] | None = None
-    lora: LoRAConfig = NO_ADAPTERS  # the adapters' size
+    lora: LoRAConfig = NO_ADAPTERS
 
     def algorithm(
         self, make: Callable[[LossFn], FederatedAlgorithm], loss_fn: LossFn

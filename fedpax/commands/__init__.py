@@ -17,5 +17,4 @@ _NAMES = {
     "fedpax.commands.parts.options": "configure",
 }
 __all__ = ["COMMANDS", "Command", "configure", "fit_mesh"]
-# The commands load their own modules.
 _, __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -11,7 +11,7 @@ class Command(NamedTuple):
     """A command."""
 
     place: str  # `module:function`; the module is imported when the command runs
-    usage: str  # its part of `fedpax --help`
+    usage: str
     flags: Mapping[str, Flag] = {}
     words: tuple[str, ...] = ()  # that can follow the command
     # The flags of which one names the experiment whose fields `--help` shows.

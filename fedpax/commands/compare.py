@@ -116,7 +116,7 @@ class PlannedRun(NamedTuple):
     title: str  # the experiment's name in tables
     exp: str  # the experiment, as `fedpax train` takes it
     fields: Sequence[str]  # the arguments that override fields, with the seed
-    experiment: Experiment  # the configuration
+    experiment: Experiment
 
 
 def _plan(

@@ -23,8 +23,8 @@ PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "chex
 class Finding(NamedTuple):
     """A line of the report."""
 
-    name: str  # the subject, such as a package
-    text: str  # the finding
+    name: str
+    text: str
     problem: str | None = None  # what is broken and its remedy; None if nothing essential is
 
 

@@ -35,7 +35,7 @@ class TrainedRun:
     """A run that `fedpax.train` has trained."""
 
     experiment: Experiment = dataclasses.field(repr=False)
-    folder: Path  # the run's folder
+    folder: Path
     rounds: int  # number of completed rounds; all of them are saved
     # the newest held-out metrics. None: there was no evaluation.
     evaluation: dict[str, float] | None

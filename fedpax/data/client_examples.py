@@ -27,8 +27,8 @@ class PreparedFiles:
     """Examples as arrays, or as a source of arrays if these would take much memory."""
 
     examples: Any  # arrays `[examples, ...]` by field, or a source of them
-    labels: NDArray[Any]  # of all examples
-    label: Label  # that the model predicts
+    labels: NDArray[Any]
+    label: Label
     notes: Sequence[str]  # lines that are printed when a run starts
     cautions: Sequence[str] = ()  # lines on filled values, which an evaluation prints too
 
@@ -45,10 +45,8 @@ class PreparedFiles:
 class StoredColumns(Mapping[str, Any]):
     """Columns of examples sorted by client, Arrow arrays; a column is read when it is indexed.
 
-    Args:
-        source: the files.
-        rows: the place in `source` of each example. None: the same.
-        optional: columns whose values are all missing if no file has them.
+    `rows` has the place in `source` of each example. None: the same. The values of `optional`
+    columns that no file has are missing.
     """
 
     def __init__(
@@ -98,8 +96,8 @@ class OpenFiles(NamedTuple):
     """The examples of files, and the part of each."""
 
     columns: StoredColumns
-    client: str  # the column of clients
-    names: Sequence[str]  # the clients' names
+    client: str
+    names: Sequence[str]
     owners: Int[np.ndarray, " examples"]  # the client of each example
     heldout: Bool[np.ndarray, " examples"]  # whether an example of a training client is held out
     is_new: Bool[np.ndarray, " clients"]  # whether a client is held out with all its examples

@@ -48,8 +48,8 @@ def export_stages(
     """Write stages to a folder that `fedpax.deploy.runtime` runs with JAX and NumPy alone.
 
     The folder holds the client's function of each stage, the merge and the fold of terms, and the
-    server's parts as exports of JAX (`.jax`), and the client's as portable StableHLO
-    (`.stablehlo`). `manifest.json` lists messages, files with their sha256, versions, and the last
+    server's parts as exports of JAX (`.jax`), and the client's also as StableHLO (`.stablehlo`).
+    `manifest.json` lists messages, files with their sha256, versions, and the last
     day of use. The same program gives the same files.
 
     Args:
@@ -99,19 +99,10 @@ def pack_stages(
     not_after: datetime.date | None = None,
     functions: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]] | None = None,
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Export stages as `export_stages` does, in memory.
+    """Export stages as `export_stages` does, in memory: return the arguments of `Artifact`.
 
-    Args:
-        stages: the stages.
-        platforms: the platforms to export for.
-        portable: add the client as portable StableHLO.
-        not_after: the last day of use.
-        functions: further functions to export, by name, each with the types of its arguments.
-            `Artifact.function` returns them.
-
-    Returns:
-        The manifest, and the content of each file by name: the arguments of
-        `fedpax.deploy.Artifact`.
+    `portable` adds the client as portable StableHLO, and `functions` further functions by name,
+    each with the types of its arguments, which `Artifact.function` returns.
     """
     if importlib.util.find_spec("flatbuffers") is None:
         raise MissingPackageError(
@@ -250,8 +241,6 @@ def _described(values: Iterable[Value | Noise]) -> list[dict[str, Any]]:
     return [{**v._asdict(), "shape": list(v.shape), "dtype": str(v.dtype)} for v in values]
 
 
-# ---- a report on exported stages
-
 _CUSTOM_CALL = re.compile(r"stablehlo\.custom_call @([\w.$-]+)")
 
 
@@ -260,12 +249,6 @@ def inspect_round(folder: str | Path) -> str:
 
     Custom calls, such as callbacks into Python, and arrays of unknown size are obstacles for
     devices without JAX.
-
-    Args:
-        folder: a folder that `fedpax.deploy.export_stages` wrote.
-
-    Returns:
-        The report.
 
     Raises:
         ArtifactError: the folder is damaged, foreign, of a newer format, or past its last day.

@@ -53,7 +53,6 @@ class EachClient(NamedTuple):
 
     Attributes:
         function: `client -> arrays`, the data of a client, from 0.
-        num_clients: their number.
 
     Example:
         >>> clients = EachClient(lambda client: {"x": np.arange(2) + client}, num_clients=10)
@@ -103,8 +102,6 @@ class BatchWork(NamedTuple):
     def num_stages(self) -> int:
         """Number of stages of a round."""
         return len(self.manifest["stages"])
-
-    # ---- participants
 
     def sample(self, round_number: int) -> Iterator[Member]:
         """Yield the participants of a round."""
@@ -167,8 +164,6 @@ class BatchWork(NamedTuple):
         for more in groups[1:]:
             merged = merge(merged, more)
         return encode_list(merged)
-
-    # ---- the server
 
     def start(self, arguments: bytes) -> Iterator[tuple[str, bytes]]:
         """Run the server's part before the first stage of a round; see `serve`."""

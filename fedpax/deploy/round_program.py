@@ -39,9 +39,8 @@ class Settings(NamedTuple):
     """What a program says beside its stages.
 
     Attributes:
-        rounds: number of rounds to train.
         seed: seed of the initial parameters.
-        num_clients: size of the population: participants have numbers below it.
+        num_clients: size of the population.
         local_epochs: passes of a participant over its examples in a round.
         cohort_seed: seed of the cohorts and of the order of each participant's examples.
     """

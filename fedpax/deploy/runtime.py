@@ -99,9 +99,6 @@ class Artifact:
     ]:
         """Run the server's part, as `Stages.run` does, with arguments and results by name.
 
-        Args:
-            arguments: the server's arguments.
-
         Yields:
             A `StageRequest` for each stage.
 
@@ -217,9 +214,6 @@ def load(folder: str | Path, *, today: datetime.date | None = None) -> Artifact:
     Args:
         folder: a folder that `fedpax.deploy.export_stages` wrote.
         today: the date, for the check of the last day. Default None: the machine's.
-
-    Returns:
-        The artifact.
 
     Raises:
         ArtifactError: the folder is foreign, damaged, of a newer format, or past its last day.

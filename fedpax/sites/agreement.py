@@ -152,8 +152,6 @@ class Agreement:
 
         return self._exchange.wait_for(enough, self._stop)
 
-    # ---- inputs
-
     def agree(self, number: int, least: int) -> bool:
         """Make the inputs that all sites share, from what they tell; False at a signal."""
         while self.wait_for_sites(number, least, ready=False):
@@ -228,8 +226,6 @@ class Agreement:
                 return None
             reply = self._calls.merge(question.stages, request, replies, who)
 
-    # ---- batches
-
     def settle_types(self, types: Json | None, number: int, least: int) -> bool:
         """Decide the types of a batch: as the experiment has them, or as most sites do."""
         if types is not None:
@@ -248,8 +244,6 @@ class Agreement:
 
     def _batches(self) -> dict[str, Properties]:
         return {site.name: in_words(site.types) for site in self._exchange.present()}
-
-    # ---- refusals
 
     def _refuse(self, reasons: Mapping[str, str], undecided: str | None) -> bool:
         """Refuse sites, or wait for a change; True if the sites must be compared again."""

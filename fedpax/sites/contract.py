@@ -45,13 +45,13 @@ class CoordinatorRun(NamedTuple):
     """A run as its coordinator sees it, without data.
 
     Attributes:
-        sample: `(round, present) -> clients`, the numbers of the clients of a round, among the
-            clients that are present, booleans `[clients]`.
+        sample: `(round, present) -> clients`, the numbers of a round's clients among those that are
+            present, booleans `[clients]`.
         initial: the initial parameters, if they are read from a folder.
         frozen: types of the round's third argument, of which each site has a copy: in no message.
         accountant: tells the epsilon of a site from the number of its private releases.
         batches: types of a batch, `[batch, ...]` for each field. None: what most sites have.
-        notes: lines that the coordinator prints when it starts.
+        notes: lines to print at the start.
     """
 
     algorithm: FederatedAlgorithm
@@ -74,10 +74,9 @@ class SiteRun(NamedTuple):
         evaluate: `params -> metrics` on the site's `num_heldout` held-out examples.
         names: names of the site's own clients in the order of their numbers, each once. States are
             kept under them, so files can be added, removed and reordered.
-        frozen: the round's third argument, if it has one.
         evaluate_personal: `state -> metrics` of each client's own model, from what clients keep.
         fine_tune: `params -> params`, the local steps of one more round of this site's clients.
-        notes: lines that the site prints.
+        notes: lines to print.
     """
 
     algorithm: FederatedAlgorithm

@@ -63,7 +63,7 @@ class FailedRoundError(FedpaxError, RuntimeError):
 class _Outcome(NamedTuple):
     """The stages of a round that enough sites answered."""
 
-    result: tuple[Any, Any]  # of the program: state and metrics
+    result: tuple[Any, Any]
     token: str
     answered: Mapping[str, SiteReply]  # of the last stage that sites were asked for
     dropped: int  # number of sites whose replies a guard dropped
@@ -121,8 +121,6 @@ class Coordinator:
         """The model after the last round of this process."""
         assert self._state is not None
         return self._state.params
-
-    # ---- the run
 
     def run(self) -> None:
         """Run the rounds that are left, or until a signal asks to stop."""
@@ -192,8 +190,6 @@ class Coordinator:
                 f"sites that have not asked for the last model: {', '.join(missing)}. If they lack "
                 "it, run the same command again, and start them"
             )
-
-    # ---- one round
 
     def _batch_types(self) -> Json | None:
         """Return the types of a batch, if the experiment knows them without data."""
@@ -376,8 +372,6 @@ class Coordinator:
                 f"round {number} made a parameter NaN or infinite, expected finite values. The "
                 "state before it is saved. Use a smaller learning rate, or a robust aggregator."
             )
-
-    # ---- files
 
     def _save(self, number: int) -> None:
         """Save the state of a round, before a site hears of it."""

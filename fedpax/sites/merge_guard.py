@@ -88,8 +88,6 @@ def _distance(model: Params, other: Params) -> jax.Array:
     return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
-# ---- the replies that a guard drops: models with and without each of them
-
 Terms = Sequence[Any]
 
 

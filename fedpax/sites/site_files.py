@@ -85,8 +85,7 @@ Values = Mapping[str, np.ndarray]
 class KeptValues:
     """The states of a site's clients, such as SCAFFOLD's controls, by the client's name.
 
-    New states count once the coordinator has counted their round; else the former ones are used.
-    The states of absent clients stay.
+    New states count once the coordinator has counted their round. Those of absent clients stay.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -52,9 +52,9 @@ class JoinResult(NamedTuple):
         rounds: number of rounds of this island, or in which this site took part, over all of its
             processes.
         finished: whether the syncer has done all rounds.
-        signal: the signal that stopped the call, or None.
-        gave_up: whether the call stopped because no syncer answered; in the folder of a finished
-            run, `finished` is True too.
+        signal: as of `SyncerResult`.
+        gave_up: whether no syncer answered; in the folder of a finished run, `finished` is True
+            too.
     """
 
     rounds: int
@@ -191,10 +191,10 @@ An island takes over the syncer's number of rounds."""
 class Identity(NamedTuple):
     """The version, experiment and model, which must be equal at syncer and islands."""
 
-    version: str  # the version of fedpax
+    version: str
     experiment: Mapping[str, Any]  # the fields of the experiment by path, except `LOCAL`
     model: Mapping[str, str]  # dtype and shape of each parameter by path
-    wire_format: int = WIRE_FORMAT  # the format of messages, `WIRE_FORMAT`
+    wire_format: int = WIRE_FORMAT
     # hashes of files, by the field that names the file
     content: Mapping[str, str] | None = None
 

@@ -69,14 +69,14 @@ class SiteRecord:
         self.name, self.first, self.count = name, first, count
         self.renumbered = 0  # times that it has joined with another number of clients
         self.description: Json = {}
-        self.types: Json = {}  # of a batch
+        self.types: Json = {}
         self.incarnation = ""  # of its process
         self.counted: str | None = None  # token of the last round that counted its terms
         self.ready = False  # whether it knows the inputs of all sites
         self.left = self.failed = self.heard_end = False  # failed: it left with an error
         self.has_rival = False  # whether another process of its name was told to wait
         self.attendance = Attendance()
-        self.seen = -math.inf  # when it was last heard
+        self.seen = -math.inf
         self.rounds = self.late = self.dropped = 0
         self.releases = 0  # sums of rounds, and of questions before, that have its terms
         self.epsilon: float | None = None
@@ -101,7 +101,7 @@ class SiteReport(NamedTuple):
     late: int  # rounds that did not wait for it
     dropped: int  # replies that were refused
     sent_bytes: int  # bytes of the arrays that the site received
-    received_bytes: int  # and of those that it sent
+    received_bytes: int
     epsilon: float | None  # of its clients' privacy, if the method is private
     heldout: Mapping[str, float]  # metrics of its held-out examples
     seconds_since_message: float | None  # None: no message since the coordinator began

@@ -60,7 +60,7 @@ class _Program(NamedTuple):
     run: SiteRun
     stages: Stages
     state: Any  # initial, also of what clients keep
-    frozen: tuple[Any, ...]  # the third argument of the round, if it has one
+    frozen: tuple[Any, ...]
 
 
 class SiteWorker:
@@ -149,8 +149,6 @@ class SiteWorker:
             )
         return ClientRange(first, self.count, total)
 
-    # ---- questions before the first round
-
     def _answer(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
         token, clients = header["token"], self._clients(header)
         if self._whole_run is not None or len(header["clients"]) < self.count:
@@ -169,8 +167,6 @@ class SiteWorker:
         divided, own = self._questions[token]
         rows = {k: {name: x[k] for name, x in own.items()} for k in header["clients"]}
         return {}, self._run_clients(divided, header, arrays, rows)
-
-    # ---- rounds
 
     def _program(self, clients: ClientRange) -> _Program:
         if clients not in self._programs:
@@ -282,8 +278,6 @@ class SiteWorker:
             shown.append(seen)
         stacked = [np.stack([np.asarray(x) for x in each]) for each in zip(*shown, strict=True)]
         return numbered(TERM, merged) | numbered(SHOWN, stacked)
-
-    # ---- evaluation
 
     def _evaluate(self, header: Json, arrays: Arrays) -> Json:
         run = self._whole_run

@@ -191,8 +191,6 @@ class Site:
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, 2.0)
 
-    # ---- messages
-
     def _join(self) -> bool:
         answer = self._call(
             "join",
@@ -321,8 +319,6 @@ class Site:
         while not self._closed.wait(self._heartbeat_seconds):
             with contextlib.suppress(DisconnectedError, RefusedError):
                 self._call("heartbeat", timeout=5.0)
-
-    # ---- files
 
     def _note_last_model(self) -> None:
         """Write that this site has the model of the last round, and what is made of it."""

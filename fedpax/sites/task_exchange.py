@@ -81,8 +81,6 @@ class TaskExchange:
         self._uploads: dict[str, float] = {}  # sites that may send a large reply, and since when
         self.faults: dict[str, str] = {}  # of the replies to the last task, by site
 
-    # ---- messages
-
     def handle(self, peer: str, message: Message) -> Message:
         """Answer a message of a site."""
         request = CheckedHeader(message.header)
@@ -301,8 +299,6 @@ class TaskExchange:
                 **fields,
             }
         )
-
-    # ---- the coordinator
 
     def begin_agreement(self) -> list[SiteRecord]:
         """Give numbers to the clients of the sites that are heard, and return these sites."""

@@ -43,13 +43,13 @@ def drop_large(
 
     Args:
         norms: the L2 norm of each update, by site.
-        history: what the call for the round before returned. Default: none.
-        factor: the limit in medians, above 0. Default 3.
+        history: what the call for the round before returned.
+        factor: the limit in medians, above 0.
         window: number of rounds.
 
     Returns:
-        The dropped sites, and the history for the next round. An update whose norm is not finite is
-        dropped, and is not part of the history.
+        The dropped sites, also those with a norm that is not finite, and the history for the next
+        round, without such norms.
 
     Example:
         >>> dropped, history = drop_large({"a": 1.0, "b": 1.2, "c": 0.9, "d": 50.0})
@@ -81,7 +81,6 @@ class AcceptIf(NamedTuple):
     """A rule for the metric of a model with an update, relative to the model without it.
 
     Attributes:
-        metric: the metric's name.
         tolerance: how much worse it may be, at least 0.
         larger_is_better: whether a smaller value is worse.
     """

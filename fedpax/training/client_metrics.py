@@ -51,7 +51,7 @@ class ExampleOwners(NamedTuple):
     """Clients that have their own held-out examples."""
 
     names: Sequence[str]  # the clients' names
-    owners: Int[np.ndarray, " examples"]  # the client of each example, an index of `names`
+    owners: Int[np.ndarray, " examples"]
 
     def sum(self, values: Float[np.ndarray, " examples"]) -> Float64[np.ndarray, " clients"]:
         """Return the sum of a value over the examples of each client."""
@@ -62,7 +62,7 @@ class LabelWeights(NamedTuple):
     """Clients for which shared held-out examples stand, weighted by label."""
 
     names: Sequence[str]  # the clients' names
-    labels: Int[np.ndarray, " examples"]  # the label of each example
+    labels: Int[np.ndarray, " examples"]
     # the weight of an example with this label for a client
     weights: Float[np.ndarray, "clients labels"]
 
@@ -192,7 +192,7 @@ def _retrieved(
     owners, scores, positive = owners[order], scores[order], positive[order]
     starts = np.searchsorted(owners, owners)  # the first example of the same owner
     before = np.cumsum(positive) - positive
-    is_last = np.ones(len(order), np.bool_)  # of a group of ties
+    is_last = np.ones(len(order), np.bool_)
     is_last[:-1] = (np.diff(owners) != 0) | (np.diff(scores) != 0)
     last = np.flatnonzero(is_last)[np.cumsum(is_last) - is_last][positive]
     starts = starts[positive]

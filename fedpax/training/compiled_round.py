@@ -33,14 +33,14 @@ class CompiledRound(NamedTuple):
     # argument after the state, the threshold.
     round: jax.stages.Compiled
     state: State  # the state's abstract values, each with its sharding
-    num_parameters: int  # numbers in the server's model
-    num_participants: int  # the placement's size
+    num_parameters: int
+    num_participants: int
     # operand bytes per round of collectives along the placement's mesh axis, as the sum over the
     # devices at one index of this axis; read from the compiled text. NaN if they depend on values;
     # 0 if the mesh has no axis of this name.
     bytes_across_placement: float
     ignores_mask: bool  # whether batches have a mask, and the loss does not read it
-    metrics: Metrics  # the round's metrics, as abstract values
+    metrics: Metrics
 
 
 def compile_round(

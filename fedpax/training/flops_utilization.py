@@ -11,9 +11,9 @@ class Utilization(NamedTuple):
     """The terms of MFU = items/s x FLOPs per item / (chips x peak FLOPs per second)."""
 
     flops_per_item: float  # FLOPs of the model per item, as `Run.flops_per_item` counts them
-    convention: str  # what `flops_per_item` counts, in words
-    num_chips: int  # chips of the mesh
-    chip: str  # name of the chip
+    convention: str
+    num_chips: int
+    chip: str
     peak_flops: float  # dense bfloat16 matmul FLOPs per second of one chip
 
     def mfu(self, items_per_second: float) -> float:

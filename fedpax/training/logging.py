@@ -53,7 +53,7 @@ class RoundLogger:
         self._num_participants = 1
         self._stop_on_non_finite = stop_on_non_finite
         self._pending: tuple[int, Metrics] | None = None
-        self._has_warned = False  # of a state that is not finite
+        self._has_warned = False
         self._has_noted_participants = False  # whose values are not finite
         self.waits_for: int | None = None
         self._idle = 0.0  # seconds since the clock was restarted

@@ -53,8 +53,8 @@ def spike_threshold(losses: Sequence[float], deviations: float) -> float:
 class SpikeCounts(NamedTuple):
     """Numbers of rounds since the start of a run, including rounds that a roll back discarded."""
 
-    spikes: int = 0  # rounds that spiked
-    skipped_rounds: int = 0  # rounds whose update was skipped
+    spikes: int = 0
+    skipped_rounds: int = 0
     non_finite_rounds: int = 0  # rounds whose loss was NaN or infinite
 
 
@@ -158,9 +158,6 @@ def skip_spikes(
         return after, metrics | {"spikes": is_spike.astype(jnp.int32)}
 
     return guarded
-
-
-# ---- norms of updates, and tests for numbers that are not finite, as parts of a compiled round
 
 
 def report_update_norm(

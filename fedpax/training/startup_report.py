@@ -70,11 +70,7 @@ def describe_aggregator(
 ) -> tuple[str, ...]:
     """Describe what a round's aggregator does that its user has to know, whoever made the run.
 
-    Args:
-        run: the run.
-        state: the algorithm's state, or its abstract values.
-        metrics: the names of the round's metrics.
-        participants: the number of participants of a round.
+    `state` may be abstract; `metrics` are names, and `participants` is their number in a round.
     """
     lines = list[str]()
     is_told = any("epsilon" in line for line in run.notes)  # by an experiment that knows more

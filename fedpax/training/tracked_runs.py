@@ -41,8 +41,8 @@ class Description(NamedTuple):
     """A run, as a tracker shows it."""
 
     folder: Path  # the run's folder, whose name is the run's
-    exp: str  # the experiment's name
-    configuration: Mapping[str, Any]  # `to_json` of the experiment
+    exp: str
+    configuration: Mapping[str, Any]
 
     @property
     def flat(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class TrackedRun(Protocol):
     """A run at a tracker."""
 
     id: str  # its name for the tracker, with which a later process continues it
-    place: str  # where to look at it, such as an address
+    place: str
 
     def log(self, entries: Sequence[TrackedLine]) -> None:
         """Send lines."""

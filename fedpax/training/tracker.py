@@ -52,9 +52,9 @@ class TrackedPosition(NamedTuple):
     """What a tracker has of a run."""
 
     id: str | None = None  # the tracked run; None: there is none yet
-    lines: int = 0  # number of lines that were sent
+    lines: int = 0
     last: Mapping[str, int] = {}  # the round of the last line that was sent, by the line's kind
-    checkpoint: int = 0  # the round of the last checkpoint that was sent
+    checkpoint: int = 0
 
 
 class Tracker(AbstractContextManager["Tracker"]):

@@ -61,8 +61,8 @@ class TrainingResult(NamedTuple):
     finished: bool  # whether these are all rounds of the experiment, or the run has stopped early
     # number of rounds that this call trained; 0 if the run was finished already
     rounds_trained: int
-    signal: signal.Signals | None  # the signal that stopped the call, or None
-    evaluation: dict[str, float] | None  # the newest held-out metrics of this call, or None
+    signal: signal.Signals | None
+    evaluation: dict[str, float] | None
     # why the run ended before its last round (`training.stop_after`), or None
     stopped_early: str | None = None
 

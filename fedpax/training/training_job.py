@@ -24,9 +24,9 @@ class TrainingJob(NamedTuple):
 
     experiment: Experiment
     folder: Path  # the run's folder
-    saved_in: Path  # the folder of its checkpoints
+    saved_in: Path
     checkpoint_dir: CheckpointDir | None  # `saved_in`, if it is not the run's folder
-    exp: str  # the experiment's name on the command line
+    exp: str
     options: ResumeOptions
 
     @property

@@ -59,9 +59,9 @@ class Stage(NamedTuple):
 class ClientStage(NamedTuple):
     """The function of one participant in the loop of a phase."""
 
-    number: int  # number of the stage
+    number: int
     phase: int
-    size: int  # number of participants
+    size: int
     body: ClosedJaxpr  # `(index, *unplaced, *slices) -> (*stored values, *terms)`
     shared: tuple[Var, ...]  # the values of the server that all participants receive
     # for each unplaced input, the name of the known value; None for the next shared one
@@ -69,12 +69,12 @@ class ClientStage(NamedTuple):
     rows: tuple[Var, ...]  # the values of the server of which each participant receives its row
     # for each slice, the name of the own value; None for the next row
     slices: tuple[str | None, ...]
-    stored: tuple[Var, ...]  # the values that the loop stores
-    shown: tuple[Var, ...]  # the stored values that the server reads
+    stored: tuple[Var, ...]
+    shown: tuple[Var, ...]
     # name of a kept value -> the stored value, or its name at an earlier stage
     kept: Mapping[str, Var | str]
-    monoids: tuple[Monoid, ...]  # the monoid of each term
-    sent: tuple[int, ...]  # the terms that are sent
+    monoids: tuple[Monoid, ...]
+    sent: tuple[int, ...]
     places: tuple[int, ...]  # for each term, its place among those that are sent
     messages: Stage
 

@@ -41,7 +41,7 @@ from fedpax.transforms.streaming_plan import Atom
 class Signature(NamedTuple):
     """The flat arguments and results of a program."""
 
-    names: tuple[str, ...]  # name of each argument, such as `cohort.batches['x']`
+    names: tuple[str, ...]
     # for each result the position of the own argument that it replaces, or None
     replaced: tuple[int | None, ...]
 
@@ -64,7 +64,7 @@ class Division(NamedTuple):
     core: ClosedJaxpr
     # positions of the server's arguments among the program's arguments, and the server's noise
     server_arguments: tuple[int, ...]
-    server_results: tuple[int, ...]  # their positions among the program's results
+    server_results: tuple[int, ...]
     own: tuple[str, ...]  # the names of the own values; the last ones are noise
     # for each own value without noise, the position of the argument that it is read from
     own_arguments: tuple[int, ...]
@@ -225,9 +225,6 @@ def _missing(closed: ClosedJaxpr, outputs: Iterable[Atom], own: Container[Var]) 
     """Return the positions of the arguments that the rewritten program would need."""
     _, arguments = needed(closed, outputs, own, with_effects=True)
     return {i for i, v in enumerate(closed.jaxpr.invars) if v in arguments}
-
-
-# ---- the rewritten program
 
 
 def _rewrite(

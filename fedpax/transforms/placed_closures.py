@@ -34,9 +34,9 @@ class PlacedClosureWarning(UserWarning):
 class PlacedClosure(NamedTuple):
     """A placed value that a mapped function closes over."""
 
-    value: str  # its name, such as `data['x']`
-    type: str  # its type, such as `float32[8,3]`
-    function: str  # the mapped function
+    value: str
+    type: str
+    function: str
     placement: Placement
 
     def describe(self) -> str:

@@ -31,8 +31,8 @@ from fedpax.transforms.wiring import ProgramIO, Wiring, describe, output_of, tra
 class Request(NamedTuple):
     """A message of the server to the participants of a stage."""
 
-    stage: int  # number of the stage
-    shared: tuple[jax.Array, ...]  # arrays that all participants receive
+    stage: int
+    shared: tuple[jax.Array, ...]
     rows: tuple[jax.Array, ...]  # arrays `[n, ...]`; participant i receives row i of each
 
 
@@ -51,7 +51,6 @@ class Stages:
     `len(stages)` is their number, and `stages[i]` lists the messages of one (`Stage`).
 
     Attributes:
-        name: name of the program.
         placement: the participants' name and number.
         least_masked: the fewest participants of a sum that the server may see, if terms must be
             masked (`secure_mean`, `private_secure_mean`). None: terms need no masks.
@@ -144,9 +143,8 @@ class Stages:
             - index: the participant's index, an int32.
             - shared: the arrays of the request.
             - rows: the participant's row of each array of rows of the request.
-            - own: the participant's values by name: data, state, values kept by earlier stages of
-              the round, known values, and noise for this call (`draw_noise`). Other names are
-              ignored.
+            - own: the participant's values by name: own, known and kept ones of earlier stages,
+              and noise for this call (`draw_noise`). Other names are ignored.
             - terms: arrays for `merge` with the terms of other participants.
             - shown: arrays that the server reads as they are.
             - kept: arrays by name, for later stages. The last stage returns new states under the

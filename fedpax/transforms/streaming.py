@@ -1,7 +1,6 @@
-"""The streaming pass: participants run in a loop that accumulates the reductions.
+"""The streaming pass: one loop per phase over chunks of participants accumulates the reductions.
 
-A result of a map for every participant, and a broadcast value, need not exist at once: the pass
-makes one loop per phase over chunks, and one all-reduce per kind of reduction.
+Mapped and broadcast values need not exist at once. Each kind of reduction has one all-reduce.
 """
 
 import functools
@@ -110,9 +109,6 @@ def _execute(
     return [whole_value(plan, values, plan.resolve(v)) for v in jaxpr.outvars]
 
 
-# ---- the server
-
-
 def whole_value(plan: StreamingPlan, values: dict[Var, Any], v: Atom) -> Any:
     """Return a server value, or a placed value of all participants."""
     if isinstance(v, Literal):
@@ -161,9 +157,6 @@ def run_server(
             continue
         outputs = rebind(eqn, [whole_value(plan, values, v) for v in plan.operands(eqn)])
         values.update(zip(eqn.outvars, outputs, strict=True))
-
-
-# ---- the loop over participants
 
 
 def loop_body(

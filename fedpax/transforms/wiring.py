@@ -21,20 +21,20 @@ class Part(NamedTuple):
     """A part of the server's work, whose values have numbers."""
 
     run: Callable[..., list[Any]]  # `(*inputs, *terms of the stage before) -> results`
-    types: list[jax.ShapeDtypeStruct]  # types of the arguments of `run`
-    inputs: list[int]  # numbers of the inputs
-    results: list[int]  # numbers of the results
+    types: list[jax.ShapeDtypeStruct]
+    inputs: list[int]
+    results: list[int]
     # the stage that follows; None at the end, or where participants have nothing to do
     stage: int | None
-    shared: list[int]  # numbers of the values that the stage shares
+    shared: list[int]
     rows: list[int]  # numbers of the values of which participants receive their rows
-    shown: list[int]  # numbers of the values that participants show
+    shown: list[int]
 
 
 class Wiring(NamedTuple):
     """The server's parts."""
 
-    parts: list[Part]  # the parts, in order
+    parts: list[Part]
     arguments: dict[str, int]  # name of an argument that the server reads -> its number
     results: dict[str, int]  # name of a result of the server -> its number
 
@@ -126,12 +126,12 @@ def _type(plan: StreamingPlan, v: Var) -> jax.ShapeDtypeStruct:
 class ProgramIO(NamedTuple):
     """The arguments and the results of a program."""
 
-    tree: Any  # structure of the arguments
-    names: tuple[str, ...]  # name of each argument
-    avals: tuple[Any, ...]  # type of each argument
-    out_tree: Any  # structure of the results
-    result_names: tuple[str, ...]  # name of each result
-    out_avals: tuple[Any, ...]  # type of each result
+    tree: Any
+    names: tuple[str, ...]
+    avals: tuple[Any, ...]
+    out_tree: Any
+    result_names: tuple[str, ...]
+    out_avals: tuple[Any, ...]
     # for each result, the position of the argument that it replaces, or None
     replaced: tuple[int | None, ...]
 
@@ -214,8 +214,6 @@ def _replaced(
         replaced += places if same else [None] * count
     return tuple(replaced)
 
-
-# ---- a report on the messages of stages
 
 HEADINGS = {
     "receives": "shared",

@@ -52,10 +52,9 @@ class DataFile(NamedTuple):
         return self.path.lower().endswith(COMPRESSIONS)
 
     def with_folder_values(self, start: int, stated: Sequence[str]) -> "DataFile":
-        """Add the values of folders such as `day=2026-01-01`, as Hive names the parts of a table.
+        """Add the values of folders such as `day=2026-01-01`, Hive's names of a table's parts.
 
-        The first parts of the path, up to `start`, are no columns, and nor are folders that match a
-        part of `stated`, whose values are a client, a label or the split.
+        Parts of the path before `start`, and folders that match a part of `stated`, are no columns.
         """
         folders = PurePosixPath(self.path.replace("\\", "/")).parts[start:-1]
         values = {}
@@ -235,7 +234,6 @@ class _PatternPart:
         return True
 
 
-# check_shards: shards such as train-00000-of-00003.parquet, of which none may be missing.
 _SHARD = re.compile(r"((?:.*\D)?)(\d{5})(-of-(\d{5}))(?!\d)(.*)", re.DOTALL)
 
 

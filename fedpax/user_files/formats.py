@@ -69,13 +69,7 @@ FILE_NAME = (
 
 
 class TypeChangedError(Exception):
-    """A part of a file has another type in a column than the parts before.
-
-    Attributes:
-        path: the file.
-        column: the column.
-        type: the `pyarrow.DataType` of the whole column.
-    """
+    """A part of a file needs another type, `type`, for the whole column than the parts before."""
 
     def __init__(self, path: str, column: str, type: Any) -> None:
         super().__init__(path, column, type)
@@ -83,12 +77,7 @@ class TypeChangedError(Exception):
 
 
 class BadRows:
-    """Count the rows that are skipped because they are damaged, and keep the first of each file.
-
-    Attributes:
-        count: the number of rows, by file; a row of several lines counts as its lines.
-        first: the beginning of the first row, by file.
-    """
+    """Count the lines of skipped damaged rows by file, and keep the beginning of the first row."""
 
     def __init__(self) -> None:
         self.count: dict[str, int] = {}
@@ -118,9 +107,9 @@ class ReadOptions(NamedTuple):
     image_size: tuple[int, int] | None = None
     # counts damaged rows, which are skipped. None: they are errors.
     bad_rows: BadRows | None = None
-    optional: tuple[str, ...] = ()  # columns that some files lack
+    optional: tuple[str, ...] = ()
     decimal_point: str | None = None  # of numbers in CSV. None: a point.
-    client: str | None = None  # the column that names clients
+    client: str | None = None
     image: str | None = None  # a column of encoded images to decode, also without `image_size`
     read: Counter[str] | None = None  # counts images by what was changed in them
     decoded: set[str] | None = None  # collects columns of which a part had images: others have too

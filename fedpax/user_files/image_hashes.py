@@ -1,7 +1,4 @@
-"""Hashes of encoded images, by which images are held out: of their bytes, not of their pixels.
-
-A decoded image has its hash in a hidden column: its side of a split is the same in any format.
-"""
+"""Hashes of the bytes of encoded images, by which images are held out; in a hidden column."""
 
 import hashlib
 import re

@@ -52,7 +52,7 @@ def open_files(files: Any, options: LoadOptions) -> TableSource:
             return source
         check_copy(source.name, source.table.nbytes)
         return sort_by_client(source.name, folder, source.stored, source.client, source.label)
-    if isinstance(files, Mapping) and any(map(_is_data_set, files.values())):  # a DatasetDict
+    if isinstance(files, Mapping) and any(map(_is_data_set, files.values())):
         if options.split not in files:
             raise ArgumentError(
                 f"The data sets are the splits {', '.join(map(str, files))}, but split is "

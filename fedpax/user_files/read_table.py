@@ -48,7 +48,7 @@ def stream_tables(files: Sequence[DataFile], options: ReadOptions) -> Iterator[p
             table = plain_types(decode_features(table, options, files[0].path, first_row))
         is_empty, first_row = False, first_row + rows
         yield _check_columns(files[0], table, options)
-    if is_empty:  # no examples, but columns
+    if is_empty:
         yield read_table(files, options)
 
 
@@ -117,7 +117,6 @@ def _type_of_values(kind: pa.DataType, values: pa.DataType) -> pa.DataType:
     return values
 
 
-# add_clients: the column of clients in formats that group examples by client themselves.
 _MARK = {b"fedpax": b"client"}  # in the field's metadata, to tell it from a column of the user
 
 
@@ -143,7 +142,6 @@ def has_own_clients(schema: pa.Schema) -> bool:
     return CLIENT in schema.names and schema.field(CLIENT).metadata == _MARK
 
 
-# unify, join_parts and conform: one schema for the tables of several files or parts.
 _JSON = (".json", ".jsonl", ".ndjson")  # in which a missing name is a missing value
 
 

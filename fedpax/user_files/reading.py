@@ -45,9 +45,7 @@ class Reading:
     Attributes:
         groups: the files that are read at once.
         schema: the schema of all files, with the columns that paths name.
-        client: the column of clients, or None.
-        fields: for each group the values of the columns that its paths name.
-        bad_rows: counts the rows that are skipped. None: they are errors.
+        fields: for each group the values of these columns.
         types: for each file the types of columns that its first part does not have.
         without_examples: the files among others that `tables` has read and that have no example.
     """

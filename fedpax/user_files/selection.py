@@ -26,10 +26,10 @@ _IMAGES_AT_ONCE = 1024
 class Selection(NamedTuple):
     """Files to read."""
 
-    name: str  # the patterns, for messages
+    name: str
     # the files that are read at once: several images, or one file of another format
     groups: list[list[DataFile]]
-    options: ReadOptions  # how they are read
+    options: ReadOptions
     names_split: bool  # paths or folders name the split, so no share of the examples is held out
     unwanted: list[str]  # columns that are read to check `types`, and that `columns` leaves out
     path_types: Mapping[str, pa.DataType]  # of columns that paths name
@@ -189,7 +189,6 @@ def _group(files: Sequence[DataFile]) -> list[list[DataFile]]:
     return [[file] for file in files]
 
 
-# path_fields and add_path_columns: the columns that the paths of files name, such as `client`.
 Fields = list[dict[str, str | None]]
 """For each file of a group the values of the columns that its path names."""
 

@@ -1,7 +1,6 @@
-"""Preparing files as shards: the work of a job on many machines, without its engine.
+"""Prepare files as shards in a job of any engine, in the order of `fedpax.data.prepare`.
 
-`survey_group`, `ShardPlan.of`, `split_rows` and `write_shard` run in this order. The shards in
-order have the order of `fedpax.data.prepare`.
+`survey_group`, `ShardPlan.of`, `split_rows` and `write_shard` run in this order.
 """
 
 import contextlib
@@ -107,7 +106,7 @@ class ShardPlan(NamedTuple):
     """How rows are divided into shards, and the order of rows."""
 
     reading: Reading
-    about: dict[str, Any]  # for prepared.json
+    about: dict[str, Any]
     bounds: Any  # an array: the least client of each shard but the first
     order: str  # the name of a column with the number of each row
 
@@ -130,7 +129,7 @@ class ShardPlan(NamedTuple):
         cuts = np.linspace(0, until[-1] if len(until) else 0, max(1, count) + 1)[1:-1]
         bounds = names.take(pa.array(by_name[np.searchsorted(until, cuts)])).unique()
         if len(bounds) and bounds[0] == names[int(by_name[0])]:
-            bounds = bounds[1:]  # none is less
+            bounds = bounds[1:]
         return cls(reading, about, bounds, order)
 
     @property

@@ -102,7 +102,7 @@ def stored_schema(schema: pa.Schema) -> pa.Schema:
 def _bytes(memory: str) -> int:
     """Return the number of bytes of an amount such as "4GB" or "512MiB"."""
     match = re.fullmatch(MEMORY, memory)
-    assert match is not None  # it has been checked
+    assert match is not None
     number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
 

@@ -26,14 +26,11 @@ class TableSource(Source):
 
     Attributes:
         name: what was opened, such as `"hospitals/*.csv"`.
-        folder: the folder of the files.
         table: the examples, a `pyarrow.Table`.
         stored: the same with the hashes of images, by which images are held out.
         notes: lines on how images were read.
         fields: the names of its columns.
         client: the column that names an example's client, or None.
-        client_starts: as of `Source`.
-        client_names: as of `Source`.
         label: the column with the label, or None.
     """
 

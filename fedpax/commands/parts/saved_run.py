@@ -43,7 +43,7 @@ class SavedRun(NamedTuple):
 
     exp: str  # the experiment's name on the command line, or its class if it has none
     folder: Path  # the run's folder, or its `checkpoint_dir`
-    experiment: Experiment  # the configuration in the folder, with the command's overrides
+    experiment: Experiment
 
     @property
     def saved_in(self) -> Path:

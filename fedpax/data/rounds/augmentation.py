@@ -68,11 +68,8 @@ DROPOUT_SEED = "dropout_seed"
 def add_dropout_seeds(cohort: Cohort, round_number: int, *, seed: int) -> Cohort:
     """Add a field `dropout_seed` to the batches: a random number for each example and step.
 
-    The numbers depend on the seed, the round and the client alone. `batches` of the cohort is a
-    dict of arrays `[clients, steps, batch, ...]`, and `client_ids` are set.
-
-    Returns:
-        The cohort with `batches["dropout_seed"]`, uint32 `[clients, steps, batch]`.
+    The numbers, uint32 `[clients, steps, batch]`, depend on the seed, the round and the client
+    alone. `batches` of the cohort is a dict, and `client_ids` are set.
 
     Example:
         >>> cohort = Cohort({"label": np.zeros((2, 3, 4), int)}, client_ids=np.array([7, 1]))

@@ -64,13 +64,12 @@ class CohortRounds:
             epochs included; estimated from at most 1,000 clients.
         num_clients: the size of the population: `client_ids` are below it.
         item_unit: `"examples"`, the unit of `items_per_round`.
-        shapes: the shapes and dtypes of a round, a `Cohort` of `jax.ShapeDtypeStruct`.
-        settings: the settings that determine the stream. A state can only be restored into a stream
-            with equal settings. A list of clients and the sampler's weights are identified by a
-            checksum of all their entries; arrays and lazily generated populations by their size and
-            a checksum of at most 1,000 evenly spaced entries; data sets and functions by name.
-            `num_devices` and `chunk_size`, which only change the order of a round's clients, are
-            not among the settings.
+        shapes: a round's `Cohort` of `jax.ShapeDtypeStruct`.
+        settings: the settings that a stream must have to restore a state of this one. A list of
+            clients and the sampler's weights are identified by a checksum of all their entries;
+            arrays and lazily generated populations by their size and a checksum of at most 1,000
+            evenly spaced entries; data sets and functions by name. `num_devices` and `chunk_size`
+            are not among them.
     """
 
     item_unit = "examples"

@@ -97,7 +97,6 @@ def read_batches(
     batch_size: int,
 ) -> list[LabeledArrays]:
     """Read examples into one array for each field, of which batches are views."""
-    # The first rows are the padding of the last batch.
     places = np.arange(-(-len(rows) // batch_size) * batch_size).reshape(-1, batch_size)
     arrays = read(rows[places.ravel() % len(rows)])
     batches = {name: x.reshape(*places.shape, *x.shape[1:]) for name, x in arrays.items()}
@@ -152,7 +151,6 @@ def read_raw(
     return pixels, checked_labels(np.stack(labels), label_field)
 
 
-# preprocess: from a source's fields to the numeric fields of a batch, checked.
 Arrays = Mapping[str, NDArray[Any]]
 Preprocess = Callable[[Arrays], dict[str, NDArray[Any]]]
 """A function from a source's fields to a batch's fields, arrays `[examples, ...]`."""
@@ -234,7 +232,6 @@ def scale_on_devices(images: UInt8[jax.Array, "*shape"]) -> Float32[jax.Array, "
     """Divide pixels by 255 where they are, bit by bit as `scale_pixels` does.
 
     A division would not do: compilers multiply by the rounded 1 / 255, or round otherwise.
-
     """
     scaled: jax.Array = _scale(images.sharding)(images)
     return scaled

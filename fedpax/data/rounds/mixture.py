@@ -116,7 +116,7 @@ def check_weights(weights: Mapping[str, Weight]) -> None:
 def weight_at(weight: Weight, round_number: int) -> float:
     """Return a weight, a number or points, in a round counted from 0."""
     points = _points(weight)
-    later = sum(number <= round_number for number, _ in points)  # the first point after the round
+    later = sum(number <= round_number for number, _ in points)
     if later == 0 or later == len(points):
         return float(points[max(0, later - 1)][1])
     (start, before), (end, after) = points[later - 1 : later + 1]

@@ -27,7 +27,7 @@ class ShardPosition(NamedTuple):
 
     document: int = 0  # the window's first document; numbers continue over epochs
     offset: int = 0  # the window's first pair within that document
-    row: int = 0  # the next row of the window
+    row: int = 0
 
 
 class DocumentOrder:

@@ -275,15 +275,12 @@ class LocalRows:
 def addressable_rows(
     sharding: Sharding, shape: tuple[int, ...], devices: Iterable[jax.Device] | None = None
 ) -> RowMask:
-    """Return which rows of a round the devices of this process hold.
+    """Return which rows of a round devices hold, bool `[islands, local_steps, batch_size]`.
 
     Args:
         sharding: the sharding of the cohort's arrays.
-        shape: `(islands, local_steps, batch_size, ...)`, the shape of the arrays.
-        devices: the devices. Default None: the devices of this process.
-
-    Returns:
-        bool `[islands, local_steps, batch_size]`.
+        shape: their shape, `(islands, local_steps, batch_size, ...)`.
+        devices: the devices. Default None: those of this process.
 
     Example:
         >>> device = jax.devices()[0]

@@ -36,9 +36,9 @@ IN_MIXTURE = "mixture: "
 class DataSet(NamedTuple):
     """A part of the data with its own shards: a data set, or the documents of an island."""
 
-    name: str  # its name in the state
+    name: str
     source: Examples
-    field: Field  # the field with the text
+    field: Field
     # The documents' indices in the source; for all documents, their number.
     documents: Indices | int
     key: UInt64[np.ndarray, ""]  # selects the order of documents and rows

@@ -54,7 +54,7 @@ class UnreliableRounds:
         items_per_round: the number of items of a round.
         item_unit: the unit of an item.
         num_clients: the number of clients of the population.
-        settings: the settings that determine the stream.
+        settings: as of `CohortRounds`.
     """
 
     def __init__(

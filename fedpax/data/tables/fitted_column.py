@@ -35,13 +35,12 @@ class FittedColumn:
     """A column's treatment, and what it needs from the training clients.
 
     Attributes:
-        treatment: the treatment.
         categories: the categories in order; () for another kind.
         mean: the mean over the training clients; 0 for another kind than numbers and dates.
         scale: the standard deviation likewise, or 1 if it is 0.
         has_missing: whether a training client misses a value: there is a feature for it.
-        has_other: whether a training client has another value than the categories: there is a
-            feature for it. Without it, another value has 0 in all features of the column.
+        has_other: the same for values that are no categories. Without it, such a value has 0 in all
+            features of the column.
     """
 
     treatment: Treatment
@@ -209,14 +208,11 @@ def common_values(clients: Mapping[str, int], min_clients: int) -> tuple[tuple[s
     return tuple(kept), len(kept) < len(clients)
 
 
-# summarize_columns: what `fedpax data` shows of the columns of a table.
 @dataclasses.dataclass(frozen=True)
 class ColumnSummary:
     """A column as `fedpax data` shows it.
 
     Attributes:
-        treatment: its treatment.
-        type: the type of its values.
         num_missing: number of examples without a value.
         num_distinct: number of distinct values; None where values are not counted, as for lists.
         range: the least and largest value in words; empty without numbers or dates.

@@ -23,13 +23,7 @@ IN_MEMORY = 1 << 29
 
 
 class EncodedTable(Source):
-    """Features of examples that stay where their columns are stored.
-
-    Args:
-        columns: the columns.
-        features: the function from columns to features.
-        labels: the labels of all examples.
-    """
+    """Features of examples that stay where their columns are stored."""
 
     def __init__(
         self, columns: StoredColumns, features: TableFeatures, labels: NDArray[Any]
@@ -55,7 +49,7 @@ class EncodedTable(Source):
 class PreparedTable(PreparedFiles):
     """The `features`, float32 `[examples, features]`, and the `label` of all examples."""
 
-    features: TableFeatures  # the function from columns to features
+    features: TableFeatures
 
 
 def fit_table(table: OpenFiles, treatments: Sequence[Treatment], **settings: Any) -> TableFeatures:

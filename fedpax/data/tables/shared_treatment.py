@@ -162,7 +162,6 @@ def agree_on_label(descriptions: Sequence[Json], task: Task | None) -> Label:
     return Label(name, "classification", ordered, reason=first["reason"])
 
 
-# What the tables of sites must have in common, from what each site tells of its own.
 LABEL, KIND, CLASSES = "the label", "the kind of the label", "the stated classes of the label"
 """Names of properties."""
 

@@ -57,7 +57,7 @@ class Survey(NamedTuple):
     # The distinct labels, and (client, label, number of examples) of those that occur together.
     labels: pa.ChunkedArray | None
     pairs: Int64[np.ndarray, "3 pairs"] | None
-    repeated: str  # how many examples equal an earlier one
+    repeated: str
     notes: tuple[str, ...] = ()  # on how images were read
 
 

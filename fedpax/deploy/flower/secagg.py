@@ -174,9 +174,6 @@ class _Matching:
         return replies
 
 
-# ---- packets as the records of Flower's messages
-
-
 def write_record(packet: Packet) -> Any:
     """Return a packet as a `flwr.app.RecordDict`."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict

@@ -73,8 +73,6 @@ class KeptState:
         return self.folder / f"{key}.state"
 
 
-# ---- the position of a run on nodes as a file, from which another server continues it
-
 _HEADER = "position"
 
 

@@ -36,7 +36,7 @@ class RoundError(FedpaxError):
 class SecureSum(Protocol):
     """Sums terms so that the server does not see them."""
 
-    least: int  # the fewest participants of a sum
+    least: int
     most: int | None  # the most, or None without a limit
     problem: str  # why a node was left out last
 
@@ -343,9 +343,6 @@ def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
         for name, value in metrics.items()
         if np.ndim(value) == 0
     }
-
-
-# ---- what an answer of a participant must be to be counted
 
 
 def problem_of(reply: NodeReply, program: RoundProgram, stage: int) -> str:

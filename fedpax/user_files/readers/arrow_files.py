@@ -40,7 +40,6 @@ def _columns(content: parquet.ParquetFile, options: ReadOptions) -> list[str] | 
     return list(options.columns) or (data if len(data) < len(names) else None)
 
 
-# read_arrow and stream_arrow: Arrow IPC and Feather; local files are memory-mapped.
 def read_arrow(file: DataFile, options: ReadOptions) -> pa.Table:
     """Read an Arrow IPC file, an IPC stream (as Hugging Face writes it), or Feather."""
     del options

@@ -203,7 +203,6 @@ def _column_of(error: Exception, file: DataFile, options: ReadOptions) -> str | 
         return str(reader.schema.names[int(match[1])])
 
 
-# Errors for CSV that cannot be parsed: its encoding, its delimiter, and rows of other lengths.
 _FIRST_ROWS = 50  # below which a longer row can have the names of the columns
 _ROW = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
 
@@ -321,7 +320,6 @@ def _convert(encoding: str, file: DataFile) -> str:
     return f"such as by `iconv -f {encoding} -t UTF-8 {file.path} > {new}`"
 
 
-# Errors for columns of CSV whose numbers are read as texts because of points or commas.
 _SPACES = "'\u2019 \u00a0\u202f"  # apostrophes and spaces that separate thousands
 _GROUPED = (
     rf"\d{{1,3}}(?:[.{_SPACES}]\d{{3}})+,\d+|\d{{1,3}}(?:[,{_SPACES}]\d{{3}})+\.\d+"

@@ -1,7 +1,4 @@
-"""read_images and decode_column: encoded images as arrays of uint8, decoded by Pillow.
-
-Files, members of a tar and columns of bytes are decoded alike. An image beside its hash is a row.
-"""
+"""Encoded images, in files, a tar and columns of bytes, as arrays of uint8, decoded by Pillow."""
 
 import contextlib
 import io
@@ -56,7 +53,7 @@ def read_images(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
 class Images(NamedTuple):
     """Decoded images."""
 
-    rows: list[int]  # the places of the images that are not skipped
+    rows: list[int]
     pixels: pa.Array  # tensors
     hashes: pa.Array
 
@@ -161,7 +158,7 @@ def decode_images(
     return Images([*whole], pixels, hashes)
 
 
-_MOST_NAMES = 5  # of images in an error
+_MOST_NAMES = 5
 
 
 def _describe_failures(failed: dict[int, _Failure], names: Sequence[str]) -> str:
@@ -216,7 +213,6 @@ _CHANGES = {
 }
 
 
-# decode_features: columns of encoded images, and Hugging Face's arrays of one shape.
 def decode_features(
     table: pa.Table, options: ReadOptions, file: str = "the table", first_row: int = 0
 ) -> pa.Table:

@@ -80,7 +80,7 @@ def _examples(file: DataFile) -> Iterator[tuple[str, dict[str, bytes]]]:
                     members = {}
                 key = own
                 content = archive.extractfile(member)
-                assert content is not None  # it is a file
+                assert content is not None
                 members[suffix.lower()] = content.read()
     except (tarfile.TarError, EOFError) as error:
         damaged = f"it is cut off or damaged ({error}). Copy it again"
@@ -135,7 +135,7 @@ def _to_table(rows: list[dict[str, Any]], path: str, options: ReadOptions) -> pa
         if name == "image" and any(isinstance(value, bytes) for value in values):
             keys = [repr(row["key"]) for row in rows]
             images = decode_images(values, keys, [path] * len(rows), options)
-            values = [None] * len(rows)  # until `put`
+            values = [None] * len(rows)
         if all(isinstance(value, np.ndarray) for value in values):
             columns[name] = _arrays(values)
         else:

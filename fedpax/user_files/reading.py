@@ -210,10 +210,9 @@ class Reading:
                 f"{row + int(np.argmax(missing))}, counted from 0. Fill it in, or leave such "
                 "examples out: `fedpax prepare` does with --on_bad_row=skip."
             )
-        for example in table.filter(pa.array(missing)).slice(0, int(missing.sum())).to_batches():
-            for k in range(len(example)):
-                row = example.slice(k, 1).to_pylist()[0]
-                text = ", ".join(f"{name}: {value}" for name, value in row.items())
+        for part in table.filter(pa.array(missing)).to_batches(max_chunksize=1000):
+            for example in part.to_pylist():
+                text = ", ".join(f"{name}: {value}" for name, value in example.items())
                 self.bad_rows.skip(file.path, text)
         return table.filter(pa.array(~missing))
 

@@ -177,8 +177,8 @@ class Sites(contextlib.AbstractContextManager["Sites"]):
 def play(sites: Sites, failures: Sequence[Failure], limit_seconds: float) -> Outcome:
     """Run a syncer and its islands to the end, with failures.
 
-    A failure after the end does not happen, nor one of a process that is down already, or has not
-    trained or merged yet since it was started again.
+    A failure after the end does not happen, nor one of a process that is down, or has not trained
+    or merged since its restart.
     """
     islands = sites.processes[1:]
     deadline = time.monotonic() + limit_seconds

@@ -3,17 +3,15 @@
     python -m fedpax.experiments.benchmarks.cohort_input --clients=1000 --faster=50 --clock=cpu
 
 A cohort has images of 28 x 28 pixels from clients of log-normal sizes, 28 images in the median, in
-batches of 10. Its time is compared with the time to copy the arrays of the cohort: at most 2.5
-times. The waiting is measured in a loop that asks for a cohort, and then leaves the CPU idle for as
-long as a device would train an MLP that is `faster` times as fast as this CPU, while the next
-cohort is laid out on a thread: at most 10%. `uint8 to float32` are images that the devices scale,
-as `fedpax.train` does with the default `preprocess`; this scaling is not counted.
+batches of 10. Its time is at most 2.5 times that of a copy of its arrays. The waiting, at most 10%,
+is measured in a loop that leaves the CPU idle for as long as a device would train an MLP that is
+`faster` times as fast as this CPU, while the next cohort is laid out on a thread. `uint8 to
+float32` are images that the devices scale, which is not counted.
 
-On a machine that other programs share, `--clock=cpu` computes the waiting: it is the CPU time of
-the thread that lays out a cohort, less the time on the device, which is a round's CPU time divided
-by `faster`. A second thread gathers half of the examples of a large array, and its CPU time is not
-counted. So the figure assumes a free core for each of the two threads, and that they do not slow
-each other. Where one core is free, the waiting is longer: `CPU s of a cohort` counts both threads.
+On a shared machine, `--clock=cpu` computes the waiting: the CPU time of the thread that lays out a
+cohort, less a round's CPU time divided by `faster`. A second thread, which gathers half of the
+examples of a large array, is not counted: the figure assumes a free core for each of the two
+threads, and that they do not slow each other. `CPU s of a cohort` counts both.
 """
 
 import statistics
@@ -121,11 +119,7 @@ class TimedStream:
 
 
 def waiting(stream: Any, computing: float, rounds: int, clock: str = "wall") -> float:
-    """Return the fraction of time in which a loop waits for the next cohort.
-
-    With the CPU clock, it is computed from the CPU time of the thread that lays out the cohorts, as
-    if a second core were free for the thread that gathers half of the rows.
-    """
+    """Return the fraction of time in which a loop waits for the next cohort."""
     mesh = jax.make_mesh((1,), ("clients",), devices=jax.devices()[:1])
     device = NamedSharding(mesh, PartitionSpec())
     timed, waited = TimedStream(stream), []

@@ -4,9 +4,8 @@
 
 Each repetition starts `fedpax train --elastic` on this machine, and measures the start, a training
 process that gets `kill -9` and one that gets SIGSTOP, a supervisor that is killed, and its return:
-until the keeper has decided on the event (a new start, or the connection of a returned host), and
-until the next useful round, whose number was not trained before. The largest CPU time of a training
-process from its start depends less on other programs of the machine.
+until the keeper has decided on it, and until the next useful round, whose number was not trained
+before. The largest CPU time of a training process depends less on other programs.
 """
 
 import contextlib

@@ -2,15 +2,13 @@
 
     python -m fedpax.experiments.benchmarks.fedavg_round --model=mlp --clients=64,1024
 
-All implementations run the same round on the same random data and must give the same result. They
-are timed in interleaved calls, and a ratio is the median over repetitions. DrJAX is part of the
-extra `bench` and is left out if it is not installed.
+All implementations must give the same result on the same random data. They are timed in interleaved
+calls, and a ratio is the median over repetitions. DrJAX is part of the extra `bench` and is left
+out if it is not installed.
 
 `--baselines=gradient` adds the loss after fedpax's round with its gradient with respect to the
-server's and the clients' learning rates. The local training is rematerialized, so no residuals are
-stored for each client. The gradient must equal the gradient of the `jax.vmap` round.
-
-`--plot` draws time and memory over the number of clients.
+server's and the clients' learning rates, which must equal that of the `jax.vmap` round. The local
+training is rematerialized. `--plot` draws time and memory over the number of clients.
 """
 
 import dataclasses

@@ -4,9 +4,8 @@
 
 Each repetition runs new processes: a training up to its first logged round with an empty
 compilation cache, and once more; `import fedpax` with all its public names; `fedpax list`; `import
-jax`. Ratios are medians over the repetitions. The CPU seconds are of the whole process and of the
-processes that it started: a training also evaluates and saves after its round.
-`BARS` has the most CPU seconds of the trainings, on a machine with two cores.
+jax`. Ratios are medians. The CPU seconds include child processes, and the evaluation and the save
+after a round. `BARS` has the most CPU seconds of the trainings, on a machine with two cores.
 """
 
 import math

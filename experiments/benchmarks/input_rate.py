@@ -6,9 +6,8 @@
 
 The need is the rate of Llama 3.1 8B at a given model FLOPs utilization. Documents of the length of
 C4's are pieces of the Python standard library, in array_record files. One host's rows of a step are
-read, tokenized, shuffled and packed as in `fedpax train`. CPU time is summed over all threads. The
-waiting is measured in a loop that leaves the CPU idle for as long as the accelerators would
-compute, while the next round is prepared on a thread.
+made as in `fedpax train`. CPU time is summed over all threads. The waiting is measured in a loop
+that leaves the CPU idle while the accelerators would compute.
 """
 
 import time

@@ -3,11 +3,10 @@
     python -m fedpax.experiments.benchmarks.other_frameworks --model=cnn --clients=64 \
         --pfl_python=environments/pfl/bin/python --flower_python=environments/flower/bin/python
 
-pfl needs PyTorch, and Flower needs Ray, and PyTorch for its clients; a library without the option
-is left out. All libraries run the same round on the same data (5 steps of plain SGD per client,
-updates weighted by numbers of examples) and must give the same result. Then interleaved calls are
-timed, each library in a process that waits for a request before every round. If the machine has a
-GPU, fedpax and pfl use it, and the data are on it; Flower uses the CPU.
+pfl needs PyTorch, Flower needs Ray and PyTorch; a library without the option is left out. All run
+the same round on the same data (5 steps of plain SGD per client, updates weighted by numbers of
+examples) and must give the same result. Then interleaved calls are timed, each library in its own
+process. If there is a GPU, fedpax and pfl use it, with the data on it; Flower uses the CPU.
 
 `--method=scaffold` is option II, in pfl with one worker.
 """
@@ -163,8 +162,7 @@ def command_of(
 def rounds_of(command: Sequence[str], devices: int) -> Iterator[Callable[[], None]]:
     """Start a library's process, and yield a function that runs a round in it.
 
-    A line of its standard input requests a round. The process answers with the line `done` when
-    the round has finished, and exits at the end of the input.
+    A line of its input requests a round, which it answers with the line `done`.
     """
     # Settings of this process's Python and JAX do not apply to other environments.
     prefixes = ("PYTHON", "JAX_", "XLA_", "PJRT_NPROC", "NPROC")

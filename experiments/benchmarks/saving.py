@@ -2,17 +2,16 @@
 
     python -m fedpax.experiments.benchmarks.saving --megabytes=512
 
-saves a state of random arrays as a run does, and prints for each save the seconds until `save`
-returns, when training continues, and the seconds until the checkpoint is complete with its
-checksums. The last line is the median share of the first in the second.
+saves a state of random arrays as a run does, and prints for each save the seconds until training
+continues and until the checkpoint is complete, and last the median share of the first in the
+second.
 
     python -m fedpax.experiments.benchmarks.saving --clients=100000 --floats=2368
 
-saves the states of clients, in which every number is random. The first checkpoint has the states of
-all clients. Each of the next ones is saved after `--rounds` rounds, in each of which `--cohort`
-clients change their states, and has those that changed since an earlier checkpoint. `CPU s` are
-those of `save` and of the writers. The last row restores the newest checkpoint, and compares the
-fingerprints of the states. `most MB` is the largest memory of the process until then.
+saves random states of clients: all in the first checkpoint, then those that changed since an
+earlier one. `--rounds` rounds, in each of which `--cohort` clients change their states, lie between
+two. `CPU s` are those of `save` and of the writers. The last row restores the newest checkpoint and
+compares the fingerprints of the states. `most MB` is the process's largest memory until then.
 """
 
 import resource

@@ -3,10 +3,10 @@
     python -m fedpax.experiments.benchmarks.site_step
 
 One island trains the demo's model, and exchanges a fragment with a syncer after every S steps, over
-mutual TLS. The syncer merges each update at once, saves the merge, and the island receives it.
-Blocks of phases with the exchange alternate with blocks of the same steps without it, in one
-process, without reading data. Where there are two cores or more, the island and the syncer have one
-each. On a CPU, the copies and the transfer take time from the core that computes the steps.
+mutual TLS. The syncer merges and saves each update at once, and the island receives the merge.
+Blocks of steps with and without the exchange alternate in one process, without reading data. The
+island and the syncer have a core each, if there are two; copies and transfers take time from the
+island's.
 """
 
 import contextlib

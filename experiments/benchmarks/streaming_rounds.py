@@ -3,10 +3,9 @@
     python -m fedpax.experiments.benchmarks.streaming_rounds --clock=cpu
 
 Both train the same model with AdamW, on the same batches, with an island on each simulated device.
-The time of a local step is the time of a round divided by its steps, transfers included. The memory
-is what the compiler allocates on a device: state, batches and temporaries. An island of Streaming
-DiLoCo keeps its own model from one round to the next, so it may need at most as much more as the
-outer state has: the outer model, and the momentum of the outer optimizer.
+The time of a local step includes transfers. The memory is what the compiler allocates on a device.
+An island of Streaming DiLoCo keeps its own model, so it may need as much more as the outer state
+has: the outer model and momentum.
 """
 
 from collections.abc import Iterator

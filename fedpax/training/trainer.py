@@ -94,9 +94,7 @@ def train(
         job_log_dir: the run's folder, which every process sees. With `training.checkpoint_dir`,
             processes can have their own folders.
         exp: the experiment's name on the command line, recorded in `config.json`.
-        allow_config_change: paths of fields that may differ from the folder's configuration, such
-            as `["mesh", "optimizer.learning_rate"]`, with all fields below them. Default: only
-            `training.rounds` may grow, once the run is finished.
+        allow_config_change: as of `fedpax.train`.
         participant_states: how to make the states that participants keep between rounds, such as
             islands' inner optimizers, when the run resumes with another number of participants:
             "average" or "copy" (`fedpax.checkpoints.resize_weights`). The model and the state of

@@ -236,7 +236,7 @@ class _RegionEvents(NamedTuple):
 class _Schedule(NamedTuple):
     """The events of a round. Inside a program."""
 
-    region: Int[Array, " islands"]  # the region of each island, placed
+    region: Int[Array, " islands"]
     # the position at which each island arrives, placed. None: all arrive together.
     position: Int[Array, " islands"] | None
     # the positions of each region's exchange, server values. None without a schedule.

@@ -4,11 +4,10 @@
 
 A syncer and its islands run as `fedpax syncer` and `fedpax join` on CPU, once undisturbed and once
 with failures: `kill -9` and a new start, SIGSTOP and SIGCONT, networks that a proxy cuts and
-throttles. A seed sets kinds, moments and durations. Each island's data come at a fixed rate, so an
-island that is gone leaves no CPU time to the others. Useful time is the inner steps in merges per
-second, relative to the undisturbed run. Restarted data parallelism is computed: each failure except
-a throttled network stops all islands until the failed one has restarted, and loses the steps since
-the last checkpoint.
+throttles, all drawn from a seed. Data come at a fixed rate, so an island that is gone leaves no CPU
+time to the others. Useful time is the inner steps in merges per second, relative to the undisturbed
+run. Restarted data parallelism is computed: each failure but a throttled network stops all islands
+until the failed one has restarted, and loses the steps since the last checkpoint.
 """
 
 import dataclasses
@@ -98,8 +97,8 @@ def restarted_data_parallelism(
 ) -> float:
     """Compute the useful fraction of time if each failure stops all islands.
 
-    Training returns to the last checkpoint, and continues `restart_seconds` after the failure has
-    ended. Another failure meanwhile begins the restart again. A throttled network costs nothing.
+    Training continues `restart_seconds` after the failure has ended. Another failure meanwhile
+    begins the restart again.
     """
     kept, running_since = 0.0, 0.0
     for failure in failures:

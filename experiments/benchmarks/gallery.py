@@ -4,11 +4,11 @@
 
 Ten participants take ten steps of ten examples in each round. `digits` is scikit-learn's digits
 with labels from Dirichlet(0.3), and an MLP with 32 hidden units. `synthetic` is FedProx's
-synthetic(1, 1), and logistic regression. All methods have the same batches and the same first
-model. Accuracy is the mean over the participants, each on its own held-out examples and with the
-model that it would use. Nothing is tuned. Aggregators run in FedAvg, and once more with two
-participants that send their updates reversed and four times as large. The participants of
-asynchronous methods differ in speed by a factor of up to three.
+synthetic(1, 1), and logistic regression. All methods have the same batches and first model, and
+nothing is tuned. Accuracy is the mean over the participants, each on its own held-out examples and
+with the model that it would use. Aggregators run in FedAvg, and once more with two participants
+that send updates reversed and four times as large. Participants of asynchronous methods differ in
+speed by up to three times.
 """
 
 import functools

@@ -2,10 +2,10 @@
 
     python -m fedpax.experiments.benchmarks.virtual_time --out=virtual_time.png
 
-FedAvg waits for the slowest client of each round. FedBuff and FedAsync do not. All three keep the
+FedAvg waits for the slowest client of each round; FedBuff and FedAsync do not. All three keep the
 same number of clients busy, on the same trace, with the same local training. FedBuff and FedAsync
-run for the same virtual time, and FedAvg until it has sent as many bytes. Server learning rates are
-1; FedAsync mixes with 0.4.
+have the same virtual time, FedAvg as many bytes. Server learning rates are 1; FedAsync mixes with
+0.4.
 """
 
 from collections.abc import Iterator

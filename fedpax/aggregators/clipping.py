@@ -86,7 +86,7 @@ class AdaptiveClipState(NamedTuple):
     max_norm: Float[Array, ""]  # float32 scalar, the norm of the next round
     # int32 scalar, number of rounds so far. With the seed it determines the noise.
     round: Int[Array, ""]
-    aggregator_state: chex.ArrayTree  # the state of the inner aggregator
+    aggregator_state: chex.ArrayTree
 
 
 def adaptive_clip(

@@ -32,7 +32,7 @@ class NoiseState(NamedTuple):
 
     # int32 scalar, number of rounds so far. With the seed it determines the noise.
     round: Int[Array, ""]
-    aggregator_state: chex.ArrayTree  # the state of the inner aggregator
+    aggregator_state: chex.ArrayTree
 
 
 def add_noise(stddev: float, *, seed: int) -> AggregatorTransformation:

@@ -18,9 +18,9 @@ StreamState = dict[str, Any] | bytes
 class RunPosition(NamedTuple):
     """The position of a run: the values that a checkpoint holds beside the algorithm's state."""
 
-    round: int  # number of completed rounds
+    round: int
     stream: StreamState  # the position of the stream of cohorts after that round
-    configuration: Mapping[str, Any]  # the experiment as JSON
+    configuration: Mapping[str, Any]
     participants: int | None = None  # the placement's size. Default None: not recorded.
     # the participants' numbers in an elastic job. Default None: the job is not elastic.
     numbers: Sequence[int] | None = None

@@ -144,7 +144,7 @@ def _cache() -> str:
 
 
 def _data_sets() -> str:
-    from fedpax.sources.data_sets import data_folder  # imports the data sources
+    from fedpax.sources.data_sets import data_folder
 
     try:
         folder = data_folder(None)

@@ -68,11 +68,7 @@ class TrainedRun:
         return read_metrics(self.folder)
 
     def plot(self, *metrics: str) -> "Figure":
-        """Draw held-out metrics over examples, and the loss of training.
-
-        Args:
-            *metrics: names of held-out metrics. Default: the loss.
-        """
+        """Draw held-out metrics, by default the loss, over examples, and the loss of training."""
         with optional("plot()"):
             from fedpax.reports.plot import draw_losses  # matplotlib is slow to import
 
@@ -88,9 +84,9 @@ def train(
 ) -> TrainedRun:
     """Train an experiment in a folder, or resume the run that the folder holds.
 
-    It is `fedpax train` for an object, whose class can be defined in a notebook's cell. On a CPU,
-    the devices of its mesh are simulated, if JAX is not in use yet. Ctrl-C, or a notebook's
-    interrupt, saves after the current round and raises `KeyboardInterrupt`; the same call resumes.
+    It is `fedpax train` for an object, whose class can be from a notebook's cell. On a CPU, the
+    devices of its mesh are simulated, if JAX is not in use yet. Ctrl-C, or a notebook's interrupt,
+    saves after the current round; the same call resumes.
 
     Args:
         experiment: an instance of a frozen dataclass, a subclass of

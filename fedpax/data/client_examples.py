@@ -98,7 +98,7 @@ class OpenFiles(NamedTuple):
     columns: StoredColumns
     client: str
     names: Sequence[str]
-    owners: Int[np.ndarray, " examples"]  # the client of each example
+    owners: Int[np.ndarray, " examples"]
     heldout: Bool[np.ndarray, " examples"]  # whether an example of a training client is held out
     is_new: Bool[np.ndarray, " clients"]  # whether a client is held out with all its examples
     notes: tuple[str, ...]  # lines that tell what was read

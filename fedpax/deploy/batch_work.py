@@ -84,8 +84,7 @@ class BatchWork(NamedTuple):
     """What each process of a job needs, to be pickled.
 
     `noise_key` makes a repeated round equal. `data` has the name and leaf of each own value that is
-    data; `states`, by `PARTICIPANT` and `CLIENT`, the names of kept values, which are `first` at
-    first.
+    data; `states`, by `PARTICIPANT` and `CLIENT`, the names of kept values, at first `first`.
     """
 
     job: str

@@ -34,9 +34,8 @@ class _Value(NamedTuple):
 def check_compiled(artifact: Artifact, stage: int, module: Path, command: str) -> None:
     """Compare the results of a compiled stage with JAX's, for several numbers of steps.
 
-    Floats are drawn from [0, 1), masks are mostly true, arrays of integers are 0 and 1, and each
-    integer scalar is the number of a draw. A difference is allowed as far as a change of the floats
-    by 1e-6 explains it.
+    Floats are drawn from [0, 1), masks are mostly true, arrays of integers are 0 and 1, and an
+    integer scalar is the draw's number. A difference may be what a change of floats by 1e-6 makes.
     """
     messages = artifact.manifest["stages"][stage]
     given = [_Value("index", "index", [], "int32")] + [

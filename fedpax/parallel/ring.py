@@ -22,8 +22,8 @@ class Ring(NamedTuple):
     # that `run_on_devices` runs. Arrays are shards [batch, tokens_per_device, ...].
 
     axis: str | None  # name of the mesh axis; None for one device
-    num_devices: int  # devices along the axis
-    tokens_per_device: int  # tokens of a device's shard
+    num_devices: int
+    tokens_per_device: int
     window: int  # number of tokens that a token attends to: itself and the tokens just before it
     # Whether each device computes on an early and a late part of the sequence instead of its own
     # shard, so that all devices have the same number of visible keys.

@@ -27,11 +27,11 @@ from fedpax.planning.topology import (
 class RoundWorkload(NamedTuple):
     """The work of a round, independent of the devices."""
 
-    experiment: str  # name of the experiment
+    experiment: str
     placement: str  # name of the placement and of its mesh axis
-    num_participants: int  # size of the placement
-    local_steps: int  # local steps of a participant in a round
-    num_parameters: int  # number of parameters of the model
+    num_participants: int
+    local_steps: int
+    num_parameters: int
     items_per_round: int  # items (tokens or examples) in a round, summed over all participants
     item_unit: str  # plural name of the items, "tokens" or "examples"
     flops_per_item: float | None  # model FLOPs per item; None if unknown
@@ -40,8 +40,8 @@ class RoundWorkload(NamedTuple):
 class MeshAxis(NamedTuple):
     """An axis of the mesh and the networks that its collectives use."""
 
-    name: str  # name of the axis
-    size: int  # number of devices along the axis
+    name: str
+    size: int
     # The networks that join these devices, such as ICI within a slice and DCN between slices.
     routes: tuple[Route, ...]
 
@@ -73,7 +73,7 @@ class DeviceMemory(NamedTuple):
 class TimedCollective(NamedTuple):
     """A collective, its network, and a lower bound on its time."""
 
-    collective: Collective  # the collective of the compiled program
+    collective: Collective
     network: str  # "ICI", "DCN", "NVLink" or "host"
     # Lower bound on the time of one execution; None if the bandwidth is unknown.
     seconds: float | None
@@ -128,8 +128,6 @@ class CompiledPlan(NamedTuple):
     """The content of the report of `fedpax plan`.
 
     Attributes:
-        workload: the work of the round.
-        topology: the devices.
         axes: the mesh axes of more than one device; the first axis on a mesh of one device.
         memory: memory needed on a device.
         matmul_flops: FLOPs of a device's matmuls and convolutions in a round, in the compiled

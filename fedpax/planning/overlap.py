@@ -99,11 +99,11 @@ class SliceTransfer(NamedTuple):
 
     name: str  # name of the collective in the compiled text
     bytes: float  # bytes that leave a slice in one execution, a lower bound
-    executions: int  # executions per round
+    executions: int
     start: float  # local steps of the round before its start. Inside a loop: before the loop.
     # local steps of the round before its completion. Inside a loop: before the loop's end.
     end: float
-    in_loop: bool  # whether it is inside a loop
+    in_loop: bool
     # local steps between start and completion of one execution, by matmul FLOPs
     local_steps: float
     exposed_seconds: float  # seconds of a round in which the program waits for it
@@ -119,7 +119,7 @@ class Overlap(NamedTuple):
 
     bandwidth: float  # bytes per second out of a slice
     step_seconds: float  # seconds of a local step, the bound without transfers between slices
-    num_steps: int  # local steps of a round
+    num_steps: int
     transfers: tuple[SliceTransfer, ...]  # the transfers, in the order of their starts
     # a compute utilization, such as 0.95 -> the smallest bandwidth that reaches it, in bytes per
     # second

@@ -14,14 +14,7 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
 def to_text(plan: CompiledPlan) -> str:
-    """Format a plan as text.
-
-    Args:
-        plan: the plan.
-
-    Returns:
-        Sections with headings, separated by empty lines.
-    """
+    """Format a plan as text, in sections with headings."""
     sections = [_head(plan), _mesh(plan), _memory(plan), _computation(plan), _collectives(plan)]
     sections.append(_networks(plan))
     if plan.overlap is not None:

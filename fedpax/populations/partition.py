@@ -296,7 +296,7 @@ class _Groups(NamedTuple):
     """The groups of examples with equal values of a field."""
 
     names: list[Any]  # the value of each group, in the order of the groups' first examples
-    of_example: Int64[np.ndarray, " examples"]  # the group of each example
+    of_example: Int64[np.ndarray, " examples"]
     sizes: Float64[np.ndarray, " groups"]
 
 

@@ -25,8 +25,6 @@ from jax.interpreters import partial_eval as pe
 Zero = ad.Zero
 Aval = Any
 
-# ---- primitives
-
 
 def is_zero(tangent: Any) -> bool:
     """Return whether a tangent or cotangent is a symbolic zero."""
@@ -122,9 +120,6 @@ class _LoweredFunction:
 def _first_of_text(function: _LoweredFunction) -> Callable:
     """Return the first function with this text; `jax.jit` caches its compiled program."""
     return function.run
-
-
-# ---- functions and jaxprs
 
 
 def trace(
@@ -236,9 +231,6 @@ def reads_axis_index(jaxpr: ClosedJaxpr | None, axis_name: Any) -> bool:
     """Return whether a function reads its index along an axis of `jax.vmap`."""
     effects = jaxpr.effects if jaxpr is not None else ()
     return any(getattr(effect, "name", None) == axis_name for effect in effects)
-
-
-# ---- rewrites
 
 
 def prune(jaxpr: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr, list[bool]]:

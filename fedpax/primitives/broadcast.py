@@ -122,8 +122,6 @@ define(
 )
 
 
-# ---- the index of each participant
-
 federated_index_p = Primitive("federated_index")
 """int32 `[n]`: the index of each participant. In a loop it is the counter and is never stored."""
 

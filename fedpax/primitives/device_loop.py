@@ -39,8 +39,8 @@ class DeviceLoop(NamedTuple):
     lazy: Sequence[bool]  # for each placed value, whether `participant_fn` takes a `LazySlice`
     # for each placed value, the outputs that may depend on it
     outputs_by_slice: Sequence[Sequence[int]]
-    participants: int  # number of participants on the device
-    first_index: int | jax.Array  # index of the first participant
+    participants: int
+    first_index: int | jax.Array
     max_auto_chunk: int  # largest chunk that "auto" may choose on an accelerator; 1 without "auto"
     # stacked output -> the placed value, a `ClientRows`, into whose rows it is written
     in_place: Mapping[int, int] = MappingProxyType({})

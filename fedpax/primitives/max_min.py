@@ -105,8 +105,6 @@ def federated_min(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
     return reduce_tree("federated_min", federated_min_p, x, placement, ordered=True)
 
 
-# ---- rules of the extrema
-
 _WORD = 32  # bits
 _MOST_BITS = 4 * _WORD
 

@@ -37,7 +37,7 @@ class ActivePlacement(NamedTuple):
     """A placement of a program that is being traced."""
 
     placement: Placement
-    chunk_size: ChunkSize  # the program's setting
+    chunk_size: ChunkSize
     inside: bool = False  # the code being traced runs on one participant of the placement
     # number of placements of the enclosing programs; a call without `placement` refers to the
     # innermost program, which has the largest

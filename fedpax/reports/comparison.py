@@ -28,7 +28,7 @@ Folders: TypeAlias = str | Path | Sequence[str | Path]
 class RunSummary(NamedTuple):
     """The results of one run."""
 
-    name: str  # the experiment
+    name: str
     loss: float  # held-out loss after the last round
     # bytes that participants exchanged in all rounds together; NaN if the number is unknown
     bytes_across_placement: float

@@ -46,7 +46,7 @@ class RunReport(NamedTuple):
     goodput: Mapping[Bucket, float] = MappingProxyType({})
     items: float = math.nan  # tokens or examples that the model was trained on; NaN if unknown
     delta: float = math.nan  # of the metric `epsilon`; NaN if the run is not private
-    spikes: int = 0  # number of rounds that spiked
+    spikes: int = 0
     damage: tuple[str, ...] = ()  # what cannot be read, in words
     # the lines of `metrics.jsonl`; of a long run, the lines of rounds and evaluations that are
     # evenly spread (`fedpax.run_files.metrics_log.SPREAD_ROUNDS`)

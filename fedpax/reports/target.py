@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Target(NamedTuple):
     """A value that a held-out metric should reach."""
 
-    metric: str  # name of the metric, such as `accuracy`
+    metric: str
     value: float  # the value. A loss reaches it from above, any other metric from below.
 
     @property
@@ -66,8 +66,8 @@ def parse_target(text: str) -> Target:
 class MetricTrajectory(NamedTuple):
     """A metric over a run, one entry per evaluation."""
 
-    values: Sequence[float]  # the metric
-    rounds: Sequence[int]  # numbers of rounds
+    values: Sequence[float]
+    rounds: Sequence[int]
     # bytes that all participants together received and sent; NaN if unknown
     num_bytes: Sequence[float]
     flops: Sequence[float]  # floating-point operations of all participants together; NaN if unknown

@@ -254,8 +254,6 @@ def _self_tuning_fedavg(  # noqa: D417, --help shows the arguments that it state
     return algorithms.self_tuning(make_fedavg, start, **accepted(algorithms.self_tuning, arguments))
 
 
-# ---- the clients' own models of methods for personal models
-
 PersonalModels = Callable[[Any, LossFn, float, Any, Cohort], Params]
 """`(settings of a method, loss_fn, learning rate, state, cohort) -> models [clients, ...]`."""
 

@@ -34,9 +34,9 @@ def evaluator(
 ) -> Callable[[Params], dict[str, float]]:
     """Make a function that evaluates a model on a fixed list of batches.
 
-    Participants split the batches and evaluate theirs one after another, so the mesh that trains a
-    model also evaluates it. Every metric is the mean over all batches, weighted by the sum of a
-    batch's `mask`, or by its number of examples if it has no mask.
+    Participants split the batches, so the mesh that trains a model also evaluates it. Every metric
+    is the mean over all batches, weighted by the sum of a batch's `mask`, or without one by its
+    number of examples.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
@@ -138,8 +138,8 @@ def evaluate_by_client(
 ) -> Callable[[Params], dict[str, np.ndarray]]:
     """Make a function that evaluates a model on the examples of each client.
 
-    Examples are evaluated one by one, in batches of one size for all clients together: one compiled
-    function, and no padding in `loss_fn`. A metric must be a mean over examples, as a loss is.
+    Examples are evaluated one by one, in batches of one size over all clients: `loss_fn` sees no
+    padding. A metric must be a mean over examples, as a loss is.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`, for batches of one

@@ -40,8 +40,8 @@ def with_frozen_argument(
 ) -> FederatedAlgorithm:
     """Make an algorithm whose round takes the frozen values of its loss as an argument.
 
-    Its `round(state, cohort, frozen)` reads `Run.frozen`. The inner steps of its `parts`, if the
-    method has some, take these values as their last argument.
+    Its `round(state, cohort, frozen)` reads `Run.frozen`; the inner steps of its `parts`, if any,
+    take these values as their last argument.
     """
 
     def round_with_frozen(
@@ -71,8 +71,7 @@ class Shardings(NamedTuple):
     """The shardings of a run's arrays.
 
     Attributes:
-        params: one `NamedSharding` for every parameter, or a tree of them that is a prefix of the
-            parameters' structure.
+        params: a `NamedSharding`, or a tree of them that is a prefix of the parameters' structure.
         cohort: the same for the leaves of a cohort, such as `P("clients")`.
         state: the shardings of the algorithm's state. Default None: derive them from the
             parameters' shardings. A function `derived -> shardings` overrides some: it returns the
@@ -109,18 +108,17 @@ class Run(NamedTuple):
         flops_per_item: floating-point operations of the model per item, forward and backward,
             without recomputation. With them and the chips' peak, the run reports its model FLOPs
             utilization (MFU). Default None: unknown.
-        flops_convention: what `flops_per_item` counts, in words, to be printed with the MFU.
+        flops_convention: what these count, in words that are printed with the MFU.
         initial: the initial parameters, if they are read from a folder; a run that resumes does not
             read them again. Default None: make them by `init`.
-        frozen: values that the round reads and does not change, such as the model below adapters.
-            The round is then `(state, cohort, frozen)` (`with_frozen_argument`). Default None:
-            there are none.
+        frozen: values that the round does not change, such as the model below adapters. The round
+            is then `(state, cohort, frozen)` (`with_frozen_argument`). Default None: none.
         whole_model: `params -> parameters of the whole model`, where `params` are a part of them,
             such as adapters. Default None: `params` are the whole model.
         compiler_options: options of the compiler for the round, by name, such as
             `fedpax.parallel.overlap_options(mesh)`. Default None: the compiler's defaults.
         evaluate_state: `state -> metrics`, further metrics of the evaluations in training, such as
-            metrics of the models that clients keep. Default None: none.
+            of clients' own models. Default None: none.
         evaluate_clients: `params -> metrics of each client` on its held-out data, for
             `fedpax evaluate --by_client`. Default None: the held-out data have no clients.
         evaluate_own_models: `state -> metrics of each client` of the clients' own models. Default
@@ -217,10 +215,8 @@ class Experiment(abc.ABC):
     ) -> Self:
         """Fill in fields that depend on what the command line set. By default there are none.
 
-        Args:
-            default: the experiment before the command line changed it.
-            parse: parses the command line again, with another experiment as the default.
-            job_log_dir: the run's folder, which may be missing. None: the command has none.
+        `default` is the experiment before, `parse` parses the command line again with another one
+        as the default, and `job_log_dir` is the run's folder, which may be missing, or None.
         """
         del default, parse, job_log_dir
         return self
@@ -278,8 +274,7 @@ class Experiment(abc.ABC):
     def check_resumable(self, former: Self) -> None:
         """Check that a run of another configuration can continue with this one. By default it can.
 
-        Args:
-            former: the run's configuration, which differs in fields that are allowed to change.
+        `former` is the run's configuration, which differs in fields that are allowed to change.
         """
         del former
 

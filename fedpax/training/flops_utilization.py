@@ -10,7 +10,7 @@ from fedpax.training.experiment import Run
 class Utilization(NamedTuple):
     """The terms of MFU = items/s x FLOPs per item / (chips x peak FLOPs per second)."""
 
-    flops_per_item: float  # FLOPs of the model per item, as `Run.flops_per_item` counts them
+    flops_per_item: float
     convention: str
     num_chips: int
     chip: str

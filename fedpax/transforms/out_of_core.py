@@ -47,9 +47,9 @@ def out_of_core(
     Args:
         program: a function decorated with `fedpax.program` that has maps of one placement at its
             top level; or a function that calls such programs, for example a gradient. Bind static
-            arguments first, for example with `functools.partial`.
-        chunk_size: number of participants on all devices together at a time. It is independent of
-            the `chunk_size` of `fedpax.program`, the number that one device runs at a time.
+            arguments first, with `functools.partial`.
+        chunk_size: number of participants on all devices together at a time; the `chunk_size` of
+            `fedpax.program` is the number that one device runs at a time.
 
     Returns:
         A function with the arguments and results of `program`. It cannot be transformed by

@@ -29,8 +29,8 @@ class SiteLimits(NamedTuple):
     """What a site may send; beyond it the site is muted, and in the end expelled.
 
     Attributes:
-        messages_per_minute: messages, 60 seconds' worth of them at once. Default inf.
-        bytes_per_minute: bytes of arrays, 60 seconds' worth of them at once. Default inf.
+        messages_per_minute: messages, 60 seconds' worth of them at once.
+        bytes_per_minute: the same for bytes of arrays.
         mute_after: malformed messages in an hour after which each further one mutes the site.
         mute_seconds: seconds for which a malformed message mutes.
         expel_after: malformed messages in an hour after which the site is expelled.

@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 class Certificates(NamedTuple):
     """The certificates of a name, read by `read_certificates`."""
 
-    name: str  # the name that the certificate states
+    name: str
     expires: datetime.datetime  # the time from which the certificate is no longer accepted, UTC
     authority: bytes  # PEM of the authority's certificate
     certificate: bytes  # PEM of the name's certificate
@@ -139,13 +139,7 @@ _MAX_BYTES = 1 << 16  # of a request
 
 
 class SignedRequest(NamedTuple):
-    """A certificate that `sign_request` made.
-
-    Attributes:
-        name: the site's name.
-        fingerprint: the fingerprint of the site's public key.
-        expires: the time at which the certificate expires, UTC.
-    """
+    """A certificate that `sign_request` made, with its expiry, UTC, and its key's fingerprint."""
 
     name: str
     fingerprint: str

@@ -28,7 +28,7 @@ class UpdateCoder(NamedTuple):
     # one are merged: 8 heads of 128 features are 1,024 entries, which 256 devices can share.
 
     codec: Codec
-    round_key: Key[Array, ""]  # the random key of the round
+    round_key: Key[Array, ""]
     types: Sequence[Any]  # the types of one participant's leaves
     model_axes: Sequence[str]  # the mesh axes within a participant, automatic or explicit
     # a codec for the mean of the decoded updates. Default None: the mean is exact.

@@ -162,8 +162,8 @@ class CohortRounds:
     ) -> Cohort:
         """Read some clients of a round alone: the same batches that the round has.
 
-        Of `client_ids`, integers `[n]`, -1 is an empty slot. `length` is the length of the axis of
-        steps, no less than the clients' numbers of steps. Default None: `max_steps`.
+        Of `client_ids`, integers `[n]`, -1 is an empty slot. `length` is that of the axis of steps,
+        no less than any client's. Default None: `max_steps`.
         """
         ids = np.asarray(client_ids, np.int64)
         steps = length or self.max_steps
@@ -215,7 +215,7 @@ class CohortRounds:
         epoch_slots = -(-sizes // batch_size) * batch_size
         row_slots = num_steps * batch_size
         num_epochs = min(local_epochs, self.max_steps)
-        begin = np.arange(num_epochs) * epoch_slots[:, None]  # the first slot of each epoch
+        begin = np.arange(num_epochs) * epoch_slots[:, None]
         counts = np.minimum(sizes[:, None], row_slots[:, None] - begin).clip(0).ravel()
         sequence = np.repeat(np.arange(len(counts)), counts)
         ends = np.cumsum(counts)

@@ -21,9 +21,9 @@ Weight = float | Sequence[tuple[int, float]]
 class Mixture:
     """Data sets that are read together, each with a weight.
 
-    Weights are shares of the tokens, and need not sum to 1. A weight is a number, or a sequence of
-    points `(round, weight)` in ascending order: linear between two points, constant outside. Two
-    points at one round are a jump, which takes effect in this round.
+    Weights are shares of the tokens, and need not sum to 1. A weight is a number, or ascending
+    points `(round, weight)`: linear between two points, constant outside. Two points at one round
+    are a jump in this round.
 
     Args:
         sources: the data sets by name, each as `token_rounds` takes it.

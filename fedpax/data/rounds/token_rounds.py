@@ -35,8 +35,8 @@ def token_round_shapes(
 ) -> Cohort:
     """Return the shapes and dtypes of a round of `token_rounds`, without reading any text.
 
-    The result is a `Cohort` of `jax.ShapeDtypeStruct`. `with_mask` adds the mask, which rounds of a
-    `Conversation` have; all other arguments are as in `token_rounds`.
+    The result is a `Cohort` of `jax.ShapeDtypeStruct`. `with_mask` adds the mask of a
+    `Conversation`; other arguments are as in `token_rounds`.
 
     Example:
         >>> shapes = token_round_shapes(islands=2, local_steps=3, batch_size=1, seq_len=8)

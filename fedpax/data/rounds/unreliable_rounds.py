@@ -152,8 +152,7 @@ def unreliable_rounds(
 
     Args:
         rounds: the result of `cohort_rounds`.
-        dropout_probability: probability that a selected client fails before it reports, at least 0
-            and below 1.
+        dropout_probability: probability that a client fails before it reports, from 0 to below 1.
         seconds_per_step: seconds of a local step, of all clients or float `[num_clients]`.
         seconds_per_report: seconds of sending model and update.
         delay_spread: standard deviation of the logarithm of a client's time from round to round.

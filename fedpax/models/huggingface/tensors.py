@@ -39,7 +39,7 @@ class TensorLayout(NamedTuple):
 class StoredParameter(NamedTuple):
     """A parameter of the transformer and the tensors that hold it."""
 
-    layout: TensorLayout  # layout of each tensor
+    layout: TensorLayout
     shape: tuple[int, ...]  # shape of the parameter, with the stacked axes
     # Leading axes of layers: 0 outside of the layers, 2 with pipeline repeats.
     num_layer_axes: int = 0
@@ -157,8 +157,6 @@ def flatten(tree: Any) -> dict[str, Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
-
-# ---- the files of a Hugging Face folder
 
 CONFIG, SINGLE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 AGAIN = "Copy or download the folder again."

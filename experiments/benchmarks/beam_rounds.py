@@ -2,9 +2,9 @@
 
     python -m fedpax.experiments.benchmarks.beam_rounds
 
-writes a table of clients with 20 examples of 64 features, prepares it as `fedpax prepare` does, and
-trains a network of 15,010 parameters for one round of few and of many clients, read from the
-prepared folder. The CPU seconds are summed over all processes, without the imports of this one.
+writes and prepares a table of clients with 20 examples of 64 features, and trains a network of
+15,010 parameters for one round of few and of many of them. The CPU seconds are summed over all
+processes, without the imports of this one.
 Needs the extras `beam` and `files`.
 """
 

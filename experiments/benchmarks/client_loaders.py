@@ -3,10 +3,9 @@
     python -m fedpax.experiments.benchmarks.client_loaders --clients=1000
 
 Every library reads the same clients in new arrays, shuffled within a client, in one batch each, as
-uint8 images of 28 x 28; fedpax also as float32, and from a prepared folder. CPU times of
-interleaved calls are compared with the time to copy these arrays. A library that is not installed
-is left out: use an environment with `fedjax` and `pfl` (both without their pinned dependencies) and
-`datasets`.
+uint8 images of 28 x 28; fedpax also as float32, and from a prepared folder. CPU times are compared
+with the time to copy these arrays. A library that is not installed is left out: install `datasets`,
+and `fedjax` and `pfl` without their pinned dependencies.
 """
 
 import functools

@@ -53,16 +53,10 @@ def option(
     known: Callable[[Any], Collection[str]] | None = None,
     **more: Any,
 ) -> Any:
-    """Make an option of a benchmark.
+    """Make an option of a benchmark, with arguments of `ArgumentParser.add_argument`.
 
-    Args:
-        default: the default; a text is parsed.
-        help: the text of `--help`.
-        parse: parses the option's text. Default None: the type of the default.
-        least: the smallest number, or the smallest of several. Default None: any number.
-        known: returns the names of which the option lists some, from the benchmark. Default None:
-            the option has no names.
-        **more: arguments of `ArgumentParser.add_argument`.
+    `parse` (default: the default's type) parses its text, also a `default` that is one; `least` is
+    the smallest number, or of several; `known` returns the names that the option can list.
     """
     parse = parse or (str if default is None else type(default))
     value = parse(default) if isinstance(default, str) else default

@@ -3,9 +3,9 @@
     python -m fedpax.experiments.benchmarks.populations --clients=1000000,10000000
 
 Clients have two examples on average, with 10 labels. Memory is the peak of a step beyond its
-arguments, in a second call. A step that makes a population has 2 seconds and 200 MB for a million
-clients, or 10 times as much for 10 million; another step that visits every client has 1 microsecond
-a client; a cohort of 1,000 drawn by weight has 10 ms.
+arguments, in a second call. Bars: for a step that makes a population, 2 microseconds and 200 bytes
+a client; for another step that visits every client, 1 microsecond a client; for a cohort of 1,000
+drawn by weight, 10 ms.
 """
 
 import itertools

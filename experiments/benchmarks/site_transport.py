@@ -3,9 +3,8 @@
     python -m fedpax.experiments.benchmarks.site_transport
 
 A server in its own process receives messages of float32 arrays (push), or answers with them
-(pull), over mutual TLS and without encryption. Each message is encoded, checked and decoded, as
-between a syncer and its islands. With several islands, each has its connection and thread, all in
-one process, and the rate is their sum.
+(pull), over mutual TLS and without encryption. Each message is encoded, checked and decoded.
+Several islands have a connection and a thread each, in one process; the rate is their sum.
 """
 
 import itertools

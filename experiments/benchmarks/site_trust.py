@@ -3,9 +3,9 @@
     python -m fedpax.experiments.benchmarks.site_trust --seeds=0,1,2
 
 Sites train a network with one hidden layer on digits by FedAvg, with equal weights. The last site
-cheats in each round. The coordinator has 200 examples of its own for the guard `accept_if`; the
-accuracy is that on 336 other examples after the last round, the mean over seeds. "honest sites
-dropped" are the updates of other sites that a guard drops, over all rounds.
+cheats in each round. The coordinator has 200 examples for the guard `accept_if`; the accuracy is
+that on 336 others after the last round, the mean over seeds. "honest sites dropped" are the updates
+of other sites that a guard drops, over all rounds.
 """
 
 import functools

@@ -111,7 +111,7 @@ class HostCopy(NamedTuple):
     round: int
     # The numbers of the participants; None if they do not depend on the processes.
     participants: list[int] | None
-    stream_state: StreamState  # the position of the data
+    stream_state: StreamState
     shapes: Mapping[str, tuple[int, ...]]  # the shape of each whole array, by its path in the state
     blocks: Mapping[str, list[SavedShard]]  # this process's shards of each array
 

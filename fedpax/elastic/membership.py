@@ -28,7 +28,7 @@ class Membership:
     """The part of a training process in an elastic job."""
 
     folder: str  # the folder in the host's memory for this process's copies of the state
-    job: str  # a text that identifies the job
+    job: str
     copy_every: int  # rounds between copies; 0: none
     # The round whose copies the processes resume from. None: from the newest checkpoint.
     round: int | None

@@ -44,12 +44,12 @@ class Collective(NamedTuple):
     # Executions in one execution of the program; None if it is known only at run time (a while loop
     # that waits for a value, a branch of a conditional).
     executions: int | None
-    in_loop: bool  # whether the collective is inside a loop
+    in_loop: bool
     between_slices: bool  # whether it uses the network between TPU slices
     # The groups of devices, as positions in `mesh.devices.flat`; for a collective-permute, the
     # pairs (source, target).
     groups: tuple[tuple[int, ...], ...]
-    name: str  # name of the instruction in the text
+    name: str
     moves_client_rows: bool = False  # whether it moves rows of a client store, if any have to move
 
     def __str__(self) -> str:

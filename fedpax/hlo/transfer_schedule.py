@@ -39,7 +39,7 @@ class Loop:
     """A loop with transfers inside."""
 
     times: int  # its trip count; 1 if it is known only at run time
-    events: tuple[Event, ...]  # the schedule of its body
+    events: tuple[Event, ...]
 
     @property
     def flops(self) -> float:

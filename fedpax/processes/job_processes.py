@@ -26,7 +26,7 @@ class JobProcesses(NamedTuple):
     """The processes of a job, as one of them sees it."""
 
     coordinator: str  # `HOST:PORT`; process 0 listens there
-    num_processes: int  # number of processes of the job
+    num_processes: int
     process_id: int  # this process's number, from 0
     source: str  # the names of the variables that were read, for messages
 

@@ -14,8 +14,8 @@ STOP = "stop"
 class BestMetric(NamedTuple):
     """A held-out metric, and which of its values are better."""
 
-    name: str  # the metric's name
-    smaller: bool  # whether smaller values are better
+    name: str
+    smaller: bool
 
     def is_better(self, value: float, than: float) -> bool:
         """Return whether a value is finite and better; any finite value is better than NaN."""

@@ -101,12 +101,6 @@ class Source(Sequence[dict[str, Any]]):
         Raises:
             KeyError: the examples have no such field.
             OSError: the prepared files cannot be read.
-
-        Example:
-            >>> from fedpax.data import load
-            >>> source = load("stdlib_text", "heldout")
-            >>> list(source.column("client")) == [example["client"] for example in source]
-            True
         """
         if isinstance(self._records, TextRecords | list):
             yield from (self[index][field] for index in range(len(self)))

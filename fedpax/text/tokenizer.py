@@ -60,12 +60,7 @@ class Tokenizer(NamedTuple):
     special: Mapping[str, int] = types.MappingProxyType({})
 
     def encode_all(self, texts: Sequence[str | bytes]) -> list[Tokens]:
-        """Encode several texts as `encode` does, in the fastest way.
-
-        Example:
-            >>> [tokens.tolist() for tokens in BYTE_TOKENIZER.encode_all(["a", b"bc"])]
-            [[97], [98, 99]]
-        """
+        """Encode several texts as `encode` does, in the fastest way."""
         if self.encode_batch is not None:
             return self.encode_batch(texts)
         return [self.encode(text) for text in texts]

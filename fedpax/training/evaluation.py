@@ -89,8 +89,8 @@ def placed_evaluator(
 ) -> Callable[[Params], dict[str, float]]:
     """Make a function that evaluates a model on batches that are divided among participants.
 
-    Batches are arrays `[participants, steps, batch, ...]`, of which a process needs only the blocks
-    of its own devices (`fedpax.data.LocalRows`). A batch of weight 0 adds nothing.
+    Batches are arrays `[participants, steps, batch, ...]`, of which a process needs its devices'
+    blocks (`fedpax.data.LocalRows`). A batch of weight 0 adds nothing.
     """
 
     @jax.jit

@@ -271,7 +271,6 @@ def _chooses(pattern: str) -> bool:
     return re.search(r"\d[*?]|\[", name) is not None
 
 
-# estimate_bytes and check_memory: what files take in memory, before they are read.
 _EXPANSION = 4  # bytes of a column for one byte of a compressed file
 _COPIES = 2  # sorting holds the rows before and after
 _MAPPED = (".arrow", ".bin", ".npy")  # read from the disk where they are needed

@@ -176,7 +176,7 @@ def mean_metrics(
     metrics: Metrics, weights: Weights, aggregator: Aggregator, reported: Metrics | None = None
 ) -> Metrics:
     """Average the metrics by weight, and add what an aggregator reported. Inside a program."""
-    # A NaN makes the plain mean of the updates NaN, and that of the metrics too. Beside a robust
+    # A NaN makes the plain mean of the updates NaN, and the metrics' mean too. Beside a robust
     # aggregator, which keeps the model finite, each metric is the mean of its finite values, and
     # `"non_finite_participants"` is the number of present participants whose value is not finite.
     if not aggregator.tolerates_non_finite:

@@ -3,9 +3,9 @@
     python -m fedpax.experiments.benchmarks.cohort_input --clients=1000 --faster=50 --clock=cpu
 
 A cohort has images of 28 x 28 pixels from clients of log-normal sizes, 28 images in the median, in
-batches of 10. Its time is at most 2.5 times that of a copy of its arrays. The waiting, at most 10%,
-is measured in a loop that leaves the CPU idle for as long as a device would train an MLP that is
-`faster` times as fast as this CPU, while the next cohort is laid out on a thread. `uint8 to
+batches of 10. Its time is at most 2.5 times the time of a copy of its arrays. The waiting, at most
+10%, is measured in a loop that leaves the CPU idle for as long as a device would train an MLP that
+is `faster` times as fast as this CPU, while the next cohort is laid out on a thread. `uint8 to
 float32` are images that the devices scale, which is not counted.
 
 On a shared machine, `--clock=cpu` computes the waiting: the CPU time of the thread that lays out a

@@ -7,7 +7,7 @@ calls, and a ratio is the median over repetitions. DrJAX is part of the extra `b
 out if it is not installed.
 
 `--baselines=gradient` adds the loss after fedpax's round with its gradient with respect to the
-server's and the clients' learning rates, which must equal that of the `jax.vmap` round. The local
+server's and the clients' learning rates, which must equal the `jax.vmap` round's. The local
 training is rematerialized. `--plot` draws time and memory over the number of clients.
 """
 

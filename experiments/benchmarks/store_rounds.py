@@ -121,8 +121,8 @@ def hand_round(
             def train(start: Params, extra: Extra) -> Params:
                 def step(y: Params, batch: chex.ArrayTree) -> tuple[Params, None]:
                     gradient = jax.grad(lambda y: workload.loss_fn(y, batch)[0])(y)
-                    descend = lambda y, g, e: y - LEARNING_RATE * (g + e)  # noqa: E731
-                    return tree(descend, y, gradient, extra(y)), None
+                    moved = tree(lambda y, g, e: y - LEARNING_RATE * (g + e), y, gradient, extra(y))
+                    return moved, None
 
                 return jax.lax.scan(step, start, batches_of_client)[0]
 

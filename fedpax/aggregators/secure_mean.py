@@ -312,8 +312,8 @@ def _vectors(
     shapes: Sequence[tuple[tuple[int, ...], P | None]],
 ) -> Callable[[Int[Array, ""]], list[jax.Array]]:
     """Return the function j -> p_ij for j >= i, and -p_ij for j < i."""
-    # All pairs share the hash of the indices, half of the work. Its key is no pair's: pairs have
-    # numbers below n.
+    # All pairs share the hash of the indices, half of the work. The key of the hash is n, since
+    # pairs have the numbers below n.
     shared = jax.random.fold_in(graph.key, graph.order.shape[0])
     first = jax.random.bits(shared, (len(shapes),), jnp.uint32)
     hashed = [hashed_indices(seed, *shape) for seed, shape in zip(first, shapes, strict=True)]

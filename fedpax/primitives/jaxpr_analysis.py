@@ -55,7 +55,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield the equations of a jaxpr, each before those of the jaxprs in it."""
+    """Yield the equations of a jaxpr, each before the equations of its own jaxprs."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in inner_jaxprs(eqn):

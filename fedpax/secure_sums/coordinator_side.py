@@ -45,7 +45,7 @@ class CoordinatorSide:
         threshold: number of sites that have to stay until the end; more than half of those with
             keys. If c sites tell the coordinator all they know, values stay secret while
             `2 threshold > n + c`. Default None: one more than half of the sites in the first phase.
-        shapes: the shapes of the values by name. Default None: those of the first site.
+        shapes: the shapes of the values by name. Default None: the first site's shapes.
         signer: checks the signatures of the sites' keys. Default None: the other sites alone check
             them, and leave a sum with a forged one.
 

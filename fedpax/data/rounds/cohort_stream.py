@@ -162,8 +162,8 @@ class CohortRounds:
     ) -> Cohort:
         """Read some clients of a round alone: the same batches that the round has.
 
-        Of `client_ids`, integers `[n]`, -1 is an empty slot. `length` is that of the axis of steps,
-        no less than any client's. Default None: `max_steps`.
+        Of `client_ids`, integers `[n]`, -1 is an empty slot. `length` is the length of the axis of
+        steps, no less than any client's number of steps. Default None: `max_steps`.
         """
         ids = np.asarray(client_ids, np.int64)
         steps = length or self.max_steps

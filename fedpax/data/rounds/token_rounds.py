@@ -111,7 +111,8 @@ def token_rounds(
         KeyError: the examples have no such field.
         TypeError: the field is not a text, or `source` is something else.
         ValueError: a size is below 1 or does not fit the memory, there are no documents, the
-            partition does not fit the source or comes with a mixture, or `rows` is no such mask.
+            partition does not fit the source or comes with a mixture, or `rows` has another shape,
+            another dtype or no row.
 
     Example:
         >>> from fedpax.data import decode

@@ -48,7 +48,7 @@ class Treatment(NamedTuple):
         name: the column.
         kind: what it becomes.
         missing: what a missing value becomes; None if the column is left out.
-        values: the stated categories. None: those of the training clients.
+        values: the stated categories. None: the training clients' categories.
         bounds: the stated least and largest number, to which numbers are clipped.
         reason: "stated", or the rule that applied.
 

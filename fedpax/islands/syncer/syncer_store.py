@@ -33,9 +33,9 @@ class SyncerStore:
     # the disk. The journal of a complete round holds the whole state: a new round begins a new
     # journal, and deletes an old one. A killed process leaves the state before the merge or after
     # it, as does a copy of the folder that takes less than one round. A missing, cut, renamed or
-    # replaced file is noticed: each record has its identifier and that of the record before it, and
-    # `merges.jsonl`, outside of the folder, that of each merge. A merge is written there after its
-    # state: a killed process can leave a line less, never one more.
+    # replaced file is noticed: each record has its identifier and the previous record's, and
+    # `merges.jsonl`, outside of the folder, has the identifier of each merge. A merge is written
+    # there after its state: a killed process can leave a line less, never a line more.
 
     def __init__(self, job_log_dir: Path, allow_older: bool = False) -> None:
         self._folder, self._allow_older = job_log_dir / "syncer", allow_older

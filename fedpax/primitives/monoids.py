@@ -54,7 +54,9 @@ def reduce_terms(
         participants = len(operands[0])
         size = participants if participants <= ONE_BLOCK else math.isqrt(participants)
         blocks, rest = divmod(participants, size)
-        totals = jax.lax.fori_loop(1, blocks, add_block, combine(0, size))
+        totals = combine(0, size)
+        if blocks > 1:
+            totals = jax.lax.fori_loop(1, blocks, add_block, totals)
         return monoid.merge(totals, combine(blocks * size, rest)) if rest else totals
 
     if len(operands[0]) < 2 or spans_devices():

@@ -14,7 +14,6 @@ from fedpax.aggregators import Aggregator, mean
 from fedpax.aggregators.sent_values import several_releases
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.finite_states import finite_steps
-from fedpax.algorithms.parts.fragment_blocks import Block, Phases, loop_at
 from fedpax.algorithms.parts.fragments import (
     FragmentFn,
     FragmentServer,
@@ -34,6 +33,7 @@ from fedpax.algorithms.parts.server import (
     given_aggregator,
     outer_sgd,
 )
+from fedpax.algorithms.parts.streaming_diloco_blocks import Block, Phases, loop_at
 from fedpax.checks import DECAY
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.errors import ArgumentError, ArgumentTypeError

@@ -17,6 +17,7 @@ from fedpax.aggregators import codecs, compressed_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import async_diloco
 from fedpax.checks import Count, NonNegativeOrInfinite
+from fedpax.data.rounds.scheduled_rounds import ScheduledRounds
 from fedpax.experiments.diloco_text import OuterSGD, diloco_text, wire_codec
 from fedpax.experiments.text_experiment import TextExperiment, text_fields
 from fedpax.settings.function_settings import accepted, documented_by
@@ -29,7 +30,6 @@ from fedpax.simulation import (
 )
 from fedpax.training.exchanged_bytes import with_exchanged_bytes
 from fedpax.training.experiment import Run
-from fedpax.training.scheduled_rounds import ScheduledRounds
 from fedpax.training.virtual_time import TimedSchedule, with_virtual_seconds
 
 

@@ -25,20 +25,20 @@ from fedpax.data.rounds.labeled_examples import Arrays, Preprocess
 from fedpax.deploy.batch_training import HeldoutClients
 from fedpax.errors import ArgumentError
 from fedpax.experiments.parts.client_evaluation import EvaluateClients, client_name
-from fedpax.experiments.parts.private_runs import (
-    check_noise_is_kept,
-    check_private,
-    configured_accountant,
-    describe_privacy,
-    make_aggregator,
-)
-from fedpax.experiments.parts.site_experiments import (
+from fedpax.experiments.parts.over_sites import (
     ChosenClients,
     OverSites,
     SitePopulation,
     batch_shapes,
     drawer,
     sample_present,
+)
+from fedpax.experiments.parts.private_runs import (
+    check_noise_is_kept,
+    check_private,
+    configured_accountant,
+    describe_privacy,
+    make_aggregator,
 )
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
@@ -53,7 +53,7 @@ from fedpax.settings.cohort_settings import (
     over_clients,
     with_cohort,
 )
-from fedpax.sites.contract import ClientRange, CoordinatorRun, SiteRun
+from fedpax.sites.site_experiment import ClientRange, CoordinatorRun, SiteRun
 from fedpax.sources.source import Examples
 from fedpax.training.evaluation import Batch, evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings

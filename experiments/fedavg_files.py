@@ -16,7 +16,7 @@ from fedpax.checks import NonNegative
 from fedpax.clients.cohort import Cohort
 from fedpax.console import count_of
 from fedpax.data import ClientSampler, Partition
-from fedpax.data.client_examples import OpenFiles, PreparedFiles
+from fedpax.data.open_client_files import OpenFiles, PreparedFiles
 from fedpax.data.rounds.labeled_examples import Preprocess, read_batches
 from fedpax.data.tables import Label
 from fedpax.deploy.batch_training import NEW, HeldoutClients
@@ -46,17 +46,17 @@ from fedpax.models.losses import (
     squared_error_loss,
 )
 from fedpax.models.nnx_functional import FunctionalModel
-from fedpax.parallel.mesh_rule import ShardedSize
-from fedpax.path_patterns import expand_home
+from fedpax.parallel.mesh_sizes import ShardedSize
 from fedpax.settings.client_files import FilesConfig
 from fedpax.settings.client_methods import KEPT, fine_tuned_models, sum_fine_tuned
-from fedpax.sites.contract import ClientRange, SiteRun
+from fedpax.sites.site_experiment import ClientRange, SiteRun
 from fedpax.training.client_metrics import (
     ClientMetrics,
     ExampleOwners,
 )
 from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.experiment import Run
+from fedpax.user_paths import expand_home
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class FedAvgFiles(ClientExperiment):
         other.__dict__.update({n: self.__dict__[n] for n in names if n in self.__dict__})
         return other
 
-    # ---- rounds over sites with their own data (`fedpax.sites.contract`)
+    # ---- rounds over sites with their own data (`fedpax.sites.site_experiment`)
 
     def describe_site(self) -> dict[str, Any]:
         """Return the number of the site's clients, and what it tells of its columns."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedpax.checks import Count
 from fedpax.data import load
-from fedpax.data.client_examples import PreparedFiles
+from fedpax.data.open_client_files import PreparedFiles
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess, preprocess_images
 from fedpax.data.tables import Label, infer_label, parse_treatment
 from fedpax.data.tables.shared_treatment import (
@@ -31,7 +31,7 @@ from fedpax.settings.client_files import FilesConfig
 from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.settings.function_settings import documented_by
 from fedpax.sites.agreement import Remedied
-from fedpax.sites.contract import Question
+from fedpax.sites.site_experiment import Question
 from fedpax.training.training_config import TrainingConfig
 
 MOST_PIXELS = 1 << 14
@@ -82,7 +82,7 @@ class ImagesConfig(FilesConfig):
 
 def _to_images(column: Any, data: ImagesConfig) -> NDArray[Any]:
     """Decode images of a prepared folder, and give gray ones that are rows of numbers axes."""
-    from fedpax.user_files.columns import to_numpy
+    from fedpax.user_files.arrow_numpy import to_numpy
     from fedpax.user_files.formats import ReadOptions
     from fedpax.user_files.image_hashes import has_encoded_images
     from fedpax.user_files.readers.image_files import decode_features

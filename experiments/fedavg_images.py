@@ -28,6 +28,7 @@ from fedpax.data.rounds.augmentation import (
     standardize,
 )
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess, preprocess_images
+from fedpax.data.rounds.scheduled_rounds import ScheduledRounds
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_experiment import FedAvgExperiment
 from fedpax.experiments.parts.client_evaluation import (
@@ -52,7 +53,6 @@ from fedpax.sources.source import Examples
 from fedpax.training.client_metrics import EvaluatedClients, LabelWeights, classification_by_client
 from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.experiment import Run
-from fedpax.training.scheduled_rounds import ScheduledRounds
 from fedpax.training.training_config import TrainingConfig
 
 

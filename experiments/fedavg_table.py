@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedpax.checks import COUNT
+from fedpax.comma_lists import escape_commas
 from fedpax.console import first_ten
 from fedpax.data.rounds.labeled_examples import Arrays
 from fedpax.data.tables import Label, TableFeatures
@@ -17,7 +18,7 @@ from fedpax.data.tables.prepared_table import PreparedTable, encode_table, fit_t
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.experiments.parts.file_experiments import saved_content
-from fedpax.experiments.parts.site_experiments import (
+from fedpax.experiments.parts.over_sites import (
     agree_on_features,
     answer_on_features,
     describe_site_table,
@@ -26,10 +27,9 @@ from fedpax.experiments.parts.site_experiments import (
 )
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.nnx_functional import FunctionalModel
-from fedpax.path_patterns import escape_commas
 from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.settings.table_data import TableConfig
-from fedpax.sites.contract import ClientRange, Question
+from fedpax.sites.site_experiment import ClientRange, Question
 from fedpax.training.training_config import TrainingConfig
 
 

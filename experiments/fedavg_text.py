@@ -18,7 +18,7 @@ from fedpax.data.rounds.labeled_examples import Arrays
 from fedpax.errors import ArgumentError
 from fedpax.experiments.parts.client_evaluation import HeldoutSets
 from fedpax.experiments.parts.client_text import ClientText, ClientTextConfig
-from fedpax.experiments.parts.site_experiments import (
+from fedpax.experiments.parts.over_sites import (
     ChosenClients,
     OverSites,
     SitePopulation,
@@ -32,7 +32,7 @@ from fedpax.models.lora import LoRAConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.settings.cohort_settings import CohortConfig, ServerConfig
 from fedpax.settings.optimizer_settings import OptimizerConfig
-from fedpax.sites.contract import (
+from fedpax.sites.site_experiment import (
     SITE_FILE,
     ClientRange,
     CoordinatorRun,
@@ -74,7 +74,7 @@ class FedAvgText(OverSites, ClientText):
         "data.types",
     )
 
-    # ---- rounds over sites with their own documents (`fedpax.sites.contract`)
+    # ---- rounds over sites with their own documents (`fedpax.sites.site_experiment`)
 
     def shared_content(self) -> dict[str, str]:
         """Return hashes of the tokenizer, and of the weights that every site adapts."""

@@ -17,6 +17,7 @@ from fedpax.checks import Count
 from fedpax.clients.cohort import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition, Source, partition_natural
 from fedpax.data.rounds.labeled_examples import Preprocess
+from fedpax.data.rounds.scheduled_rounds import ScheduledRounds
 from fedpax.data.rounds.stream_parts import evenly_spaced
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.experiments.client_experiment import FedAvgExperiment
@@ -38,7 +39,6 @@ from fedpax.settings.cohort_settings import (
 from fedpax.sources.source import get_field
 from fedpax.sources.stackoverflow_words import stackoverflow_words
 from fedpax.training.evaluation import Batch
-from fedpax.training.scheduled_rounds import ScheduledRounds
 from fedpax.training.training_config import TrainingConfig
 
 

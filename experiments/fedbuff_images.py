@@ -16,6 +16,7 @@ from fedpax.clients import Arrivals
 from fedpax.clients.cohort import CohortStream
 from fedpax.console import count_of
 from fedpax.data import ClientSampler, CohortRounds, Partition
+from fedpax.data.rounds.scheduled_rounds import ScheduledRounds
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.parts.private_runs import configured_accountant, make_aggregator
@@ -27,7 +28,6 @@ from fedpax.settings.trace_settings import TraceConfig
 from fedpax.simulation import BufferedArrivals, buffered_arrivals
 from fedpax.training.exchanged_bytes import with_exchanged_bytes
 from fedpax.training.experiment import Run
-from fedpax.training.scheduled_rounds import ScheduledRounds
 from fedpax.training.training_config import TrainingConfig
 from fedpax.training.virtual_time import TimedSchedule, with_virtual_seconds
 

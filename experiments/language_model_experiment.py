@@ -21,7 +21,7 @@ from fedpax.data import (
     load_chat_template,
     load_tokenizer,
 )
-from fedpax.data.loading import load_with
+from fedpax.data.load import load_with
 from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.errors import ArgumentError, FedpaxError
@@ -43,7 +43,6 @@ from fedpax.models.huggingface.config import EXECUTION_FIELDS
 from fedpax.models.lora import LoRAConfig
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import shardings
-from fedpax.path_patterns import expand_home
 from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.paths import latest_round, resolve_folder
 from fedpax.text.chat_template import TEMPLATE_FILE, find_chat_template
@@ -52,6 +51,7 @@ from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment
 from fedpax.user_files.file_remedies import with_flags
 from fedpax.user_files.formats import LoadOptions, is_files, parse_types
+from fedpax.user_paths import expand_home
 
 
 @dataclasses.dataclass(frozen=True)

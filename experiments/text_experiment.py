@@ -33,7 +33,7 @@ from fedpax.experiments.parts.client_evaluation import HeldoutSets, heldout_eval
 from fedpax.experiments.parts.weights import Trainable
 from fedpax.models.losses import accumulate_gradients, transformer_loss
 from fedpax.parallel.axes import partition_spec
-from fedpax.parallel.mesh_rule import ShardedSize
+from fedpax.parallel.mesh_sizes import ShardedSize
 from fedpax.settings.optimizer_settings import OptimizerConfig
 from fedpax.training.experiment import Run, Shardings
 from fedpax.user_files.formats import FILE_NAME

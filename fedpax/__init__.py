@@ -9,7 +9,7 @@ __version__ = "0.2.0"
 _NAMES = {
     "fedpax.algorithm": "FederatedAlgorithm",
     "fedpax.clients.cohort": "Cohort",
-    "fedpax.commands.train_in_python:train": "train",
+    "fedpax.commands.train_object:train": "train",
     "fedpax.errors": "FedpaxError",
     "fedpax.inspect": "cost explain",
     "fedpax.parallel.mesh": "make_mesh",

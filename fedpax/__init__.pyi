@@ -33,7 +33,7 @@ from fedpax import transport as transport
 from fedpax import user_files as user_files
 from fedpax.algorithm import FederatedAlgorithm as FederatedAlgorithm
 from fedpax.clients.cohort import Cohort as Cohort
-from fedpax.commands.train_in_python import train as train
+from fedpax.commands.train_object import train as train
 from fedpax.errors import FedpaxError as FedpaxError
 from fedpax.inspect import cost as cost
 from fedpax.inspect import explain as explain

@@ -86,7 +86,7 @@ ALGORITHMS_SEE = (
 )
 # Public names that are of a layer above, imported on first use.
 FROM_ABOVE = {
-    ("fedpax", "fedpax.commands.train_in_python:train"),
+    ("fedpax", "fedpax.commands.train_object:train"),
     ("fedpax", "fedpax.*"),  # packages, as attributes of `fedpax`
     ("fedpax.sites", "fedpax.islands"),  # deprecated names
     ("fedpax.sites", "fedpax.islands.*"),
@@ -103,7 +103,7 @@ parsed = functools.lru_cache(maxsize=1)(ast.parse)  # by several checks, one aft
 
 
 def module_name(path: Path) -> str:
-    """algorithms/__init__.py -> fedpax.algorithms; fedpax/data/loading.py -> the same, dotted."""
+    """algorithms/__init__.py -> fedpax.algorithms; fedpax/data/load.py -> the same, dotted."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     if parts[0] in ("algorithms", "experiments"):
         parts = ("fedpax", *parts)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from fedpax.algorithms.parts import fragment_blocks
+from fedpax.algorithms.parts import streaming_diloco_blocks
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, integers, option
 from fedpax.experiments.benchmarks.workloads import changed
@@ -43,7 +43,7 @@ class FragmentCompile(Benchmark):
     def measure_here(self) -> Iterator[Row]:
         jax.config.update("jax_enable_compilation_cache", False)
         for fragments in self.fragments:
-            looped = self.seconds(fragments, shortest_loop=fragment_blocks.SHORTEST_LOOP)
+            looped = self.seconds(fragments, shortest_loop=streaming_diloco_blocks.SHORTEST_LOOP)
             unrolled = self.seconds(fragments, shortest_loop=fragments + 1)
             ratio = sum(looped) / sum(unrolled)
             yield Row(
@@ -70,12 +70,15 @@ class FragmentCompile(Benchmark):
             params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
             state: Any = jax.eval_shape(run.algorithm.init, params)
             state = with_shardings(state, run_state_shardings(run, params, state, ISLANDS))
-            default, fragment_blocks.SHORTEST_LOOP = fragment_blocks.SHORTEST_LOOP, shortest_loop
+            default, streaming_diloco_blocks.SHORTEST_LOOP = (
+                streaming_diloco_blocks.SHORTEST_LOOP,
+                shortest_loop,
+            )
             times = [time.process_time()]
             try:
                 traced = jax.jit(run.algorithm.round).trace(state, cohort)
             finally:
-                fragment_blocks.SHORTEST_LOOP = default
+                streaming_diloco_blocks.SHORTEST_LOOP = default
             times.append(time.process_time())
             lowered = traced.lower()
             times.append(time.process_time())

@@ -15,7 +15,7 @@ from pathlib import Path
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, integers, option
 from fedpax.run_files.goodput import BUCKETS
-from fedpax.run_files.long_line_files import part_starts
+from fedpax.run_files.line_files import part_starts
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import METRICS
 

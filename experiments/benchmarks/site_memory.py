@@ -26,12 +26,12 @@ from fedpax.aggregators import Aggregator, coordinate_median, krum, mean, trimme
 from fedpax.algorithms import fedavg
 from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
-from fedpax.sites.contract import CoordinatorRun
 from fedpax.sites.coordinator_program import cohort_types, divide, expected_arrays
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.run_coordinator import run_coordinator
 from fedpax.sites.secret_terms import TASK as SUM
 from fedpax.sites.secret_terms import SecretTerms
+from fedpax.sites.site_experiment import CoordinatorRun
 from fedpax.sites.site_process import identify
 from fedpax.training.experiment import Experiment
 from fedpax.training.training_config import TrainingConfig

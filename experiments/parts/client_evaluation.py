@@ -24,7 +24,7 @@ from fedpax.data import (
     cohort_rounds,
     partition_natural,
 )
-from fedpax.data.client_examples import OpenFiles
+from fedpax.data.open_client_files import OpenFiles
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.data.rounds.labeled_examples import Preprocess
 from fedpax.data.rounds.stream_parts import LocalRows, addressable_rows

@@ -20,7 +20,7 @@ from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
 from fedpax.console import first_ten
 from fedpax.data import CohortRounds
-from fedpax.data.client_examples import OpenFiles, PreparedFiles
+from fedpax.data.open_client_files import OpenFiles, PreparedFiles
 from fedpax.data.rounds.cohort_stream import client_steps, shorter_lengths
 from fedpax.data.tables import Label, TableFeatures
 from fedpax.errors import ArgumentError

@@ -21,10 +21,10 @@ from fedpax.models.huggingface.tensors import weight_files
 from fedpax.models.lora import LoRAConfig
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.axes import ShardingTree
-from fedpax.path_patterns import expand_home
 from fedpax.text.tokenizer import load_tokenizer
 from fedpax.text.tokenizer_json import SOURCES, named_end
 from fedpax.training.experiment import StoredParams, with_frozen_argument
+from fedpax.user_paths import expand_home
 
 TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 # Files that transformers reads beside the tokenizer's.

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fedpax.algorithm import State
+from fedpax.checkpoints.changed_rows import StateParts
 from fedpax.checkpoints.exports import Exports
 from fedpax.checkpoints.orbax_files import (
     QuietFailedSaves,
@@ -44,7 +45,6 @@ from fedpax.checkpoints.saved_rounds import (
     set_aside_unfinished,
     write_checksums,
 )
-from fedpax.checkpoints.state_parts import StateParts
 from fedpax.console import print_error
 from fedpax.errors import FedpaxError
 from fedpax.run_files.paths import (

@@ -1,8 +1,8 @@
 """Clients: the cohort of a round, and the state that clients keep between rounds."""
 
+from fedpax.clients.arrival_schedules import ArrivalOrder, Arrivals, RegionalOrder, Syncs
 from fedpax.clients.cohort import Cohort, IdentifiedStream, check_cohort
 from fedpax.clients.row_blocks import home_devices
-from fedpax.clients.schedule import ArrivalOrder, Arrivals, RegionalOrder, Syncs
 from fedpax.clients.store import ClientStore, client_store, gather_clients, scatter_clients
 
 __all__ = [

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 
 from fedpax.checkpoints.saved_rounds import check_latest_round
+from fedpax.comma_lists import split_list
 from fedpax.commands.parts.devices import num_cores
 from fedpax.commands.parts.options import (
     UsageError,
@@ -23,8 +24,7 @@ from fedpax.console import print_error, print_line
 from fedpax.errors import ConfigurationError
 from fedpax.experiments.catalog import expand_groups, group_or_none
 from fedpax.extras import describe_missing, is_installed
-from fedpax.parallel.mesh_rule import simulated_count
-from fedpax.path_patterns import split_list
+from fedpax.parallel.mesh_sizes import simulated_count
 from fedpax.preemption import run_subprocess
 from fedpax.reports.comparison import write_comparison
 from fedpax.reports.target import (

@@ -213,7 +213,7 @@ def _survey(files: Any, options: LoadOptions, picture: Path | None) -> int:
     names, top = None, None
     if survey.labels is not None and survey.pairs is not None:
         owner, label, amount = survey.pairs
-        from fedpax.user_files.columns import to_numpy
+        from fedpax.user_files.arrow_numpy import to_numpy
 
         names, order = _name_labels(to_numpy(survey.labels))
         pairs = merge_pairs(owner, order[label], amount)

@@ -25,7 +25,7 @@ from fedpax.commands.parts.saved_run import (
     read_saved_run,
 )
 from fedpax.console import print_error, print_line
-from fedpax.data.client_examples import OpenFiles
+from fedpax.data.open_client_files import OpenFiles
 from fedpax.deploy.batch_training import RunRounds, evaluate_in_batches, for_workers, open_heldout
 from fedpax.deploy.flower.app_files import run_flower
 from fedpax.errors import UsageError

@@ -18,7 +18,7 @@ from fedpax.commands.parts.processes import leave_on_failure, provide_processes
 from fedpax.console import count_of, print_line
 from fedpax.processes.job_processes import JobProcessesError
 from fedpax.run_files.paths import latest_round
-from fedpax.sites.contract import SiteExperiment
+from fedpax.sites.site_experiment import SiteExperiment
 
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedpax.comma_lists import split_list
 from fedpax.commands.parts.options import did_you_mean_flag, metric_names_of, parse
 from fedpax.commands.parts.output_files import output_file
 from fedpax.commands.parts.saved_run import existing_folder
 from fedpax.console import print_error, print_line
 from fedpax.errors import UsageError
 from fedpax.islands.syncer.island_table import format_islands, read_islands
-from fedpax.path_patterns import split_list
 from fedpax.reports.metric_table import check_metrics, format_metrics
 from fedpax.reports.run_report import (
     format_goodput,

@@ -33,7 +33,7 @@ def syncer(arguments: Sequence[str]) -> int:
     from fedpax.commands.parts.devices import enable_compilation_cache
     from fedpax.islands.syncer.merge_votes import GuardRules
     from fedpax.islands.syncer.run_syncer import run_syncer
-    from fedpax.sites.contract import SiteExperiment
+    from fedpax.sites.site_experiment import SiteExperiment
     from fedpax.transport.admission import SiteLimits
 
     enable_compilation_cache()

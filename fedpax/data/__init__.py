@@ -16,19 +16,19 @@
   `Conversation` names prompts with answers, or chat messages in the form of `load_chat_template`.
 """
 
-from fedpax.data.loading import load as load
-from fedpax.data.loading import prepare as prepare
+from fedpax.data.load import load as load
+from fedpax.data.load import prepare as prepare
 from fedpax.data.rounds.augmentation import add_dropout_seeds as add_dropout_seeds
 from fedpax.data.rounds.cohort_rounds import cohort_rounds as cohort_rounds
 from fedpax.data.rounds.cohort_stream import CohortRounds as CohortRounds
+from fedpax.data.rounds.device_order import balanced_order as balanced_order
+from fedpax.data.rounds.device_order import idle_fraction as idle_fraction
 from fedpax.data.rounds.example_rounds import ExampleRounds as ExampleRounds
 from fedpax.data.rounds.example_rounds import example_rounds as example_rounds
 from fedpax.data.rounds.heldout_tokens import heldout_token_batches as heldout_token_batches
 from fedpax.data.rounds.labeled_examples import example_batches as example_batches
 from fedpax.data.rounds.labeled_examples import read_examples as read_examples
 from fedpax.data.rounds.mixture import Mixture as Mixture
-from fedpax.data.rounds.scheduling import balanced_order as balanced_order
-from fedpax.data.rounds.scheduling import idle_fraction as idle_fraction
 from fedpax.data.rounds.stream_parts import FunctionRounds as FunctionRounds
 from fedpax.data.rounds.stream_parts import LazyStream as LazyStream
 from fedpax.data.rounds.stream_parts import LocalRows as LocalRows

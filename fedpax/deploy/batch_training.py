@@ -27,9 +27,9 @@ from fedpax.training.begin_from import begin_from
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.compiled_round import init_state, run_state_shardings, with_shardings
 from fedpax.training.experiment import Experiment, Run, check_run
-from fedpax.training.logging import RoundLogger
 from fedpax.training.progress import open_progress
 from fedpax.training.resume_checks import lock_run
+from fedpax.training.round_logger import RoundLogger
 from fedpax.training.spikes import FiniteCheck, SpikeHistory
 from fedpax.training.startup_report import describe_aggregator
 from fedpax.training.tracker import track

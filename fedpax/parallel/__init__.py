@@ -12,8 +12,8 @@ from fedpax.parallel.mesh import MeshConfig as MeshConfig
 from fedpax.parallel.mesh import available_devices as available_devices
 from fedpax.parallel.mesh import default_devices as default_devices
 from fedpax.parallel.mesh import make_mesh as make_mesh
-from fedpax.parallel.mesh_rule import ShardedSize as ShardedSize
-from fedpax.parallel.mesh_rule import follow as follow
+from fedpax.parallel.mesh_sizes import ShardedSize as ShardedSize
+from fedpax.parallel.mesh_sizes import follow as follow
 from fedpax.parallel.pipeline import run_pipeline as run_pipeline
 
 __all__ = _public_names(globals())

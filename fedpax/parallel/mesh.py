@@ -110,7 +110,7 @@ class MeshConfig:
 
     The axes of placements are islands and clients; the others shard the model and the batch. A size
     that is not stated (None) follows from the experiment and the devices, as
-    `fedpax.parallel.mesh_rule.follow` describes; in `make` it is 1.
+    `fedpax.parallel.mesh_sizes.follow` describes; in `make` it is 1.
 
     Attributes:
         islands: groups of devices that share the islands of a round.

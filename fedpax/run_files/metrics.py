@@ -20,7 +20,7 @@ from tensorboardX.record_writer import RecordWriter
 from fedpax.console import print_error
 from fedpax.files import append_to, open_unlinked
 from fedpax.run_files.goodput import BUCKETS
-from fedpax.run_files.long_line_files import name_lines, read_chunks, read_ranges, replace_by
+from fedpax.run_files.line_files import name_lines, read_chunks, read_ranges, replace_by
 from fedpax.run_files.metrics_log import (
     SUMS_REMEMBERED,
     MetricsLog,

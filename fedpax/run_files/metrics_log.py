@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fedpax.files import parse_json, read_json, replace_file
-from fedpax.run_files.long_line_files import (
+from fedpax.run_files.line_files import (
     CHUNK_BYTES,
     explain_unreadable,
     read_chunks,

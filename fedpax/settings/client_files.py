@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from fedpax.checks import CheckedConfig, Decay
-from fedpax.data.client_examples import OpenFiles, open_client_files
+from fedpax.data.open_client_files import OpenFiles, open_client_files
 from fedpax.errors import ArgumentError
 from fedpax.user_files.formats import LoadOptions, parse_types
 

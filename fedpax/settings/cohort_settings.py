@@ -39,7 +39,7 @@ from fedpax.data import (
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess
 from fedpax.errors import ArgumentError
 from fedpax.parallel.mesh import MeshConfig, MeshSizeError, available_devices
-from fedpax.parallel.mesh_rule import ShardedSize
+from fedpax.parallel.mesh_sizes import ShardedSize
 from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.primitives.device_loop import equal_chunks
 from fedpax.primitives.participant_loop import largest_auto_chunk

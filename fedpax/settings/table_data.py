@@ -8,7 +8,7 @@ from typing import Literal
 
 from fedpax.checks import Count
 from fedpax.data import load
-from fedpax.data.client_examples import OpenFiles
+from fedpax.data.open_client_files import OpenFiles
 from fedpax.data.tables import (
     Label,
     Treatment,

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float64, Int, Int32
 from numpy.typing import NDArray
 
-from fedpax.clients.schedule import Arrivals
+from fedpax.clients.arrival_schedules import Arrivals
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast
 from fedpax.simulation.trace import Trace, UpTimes

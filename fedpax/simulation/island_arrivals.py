@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int32, Int64
 from numpy.typing import ArrayLike
 
-from fedpax.clients.schedule import ArrivalOrder, Syncs
+from fedpax.clients.arrival_schedules import ArrivalOrder, Syncs
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast
 from fedpax.simulation.trace import Trace, UpTimes

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float64, Int32, Int64
 from numpy.typing import ArrayLike
 
-from fedpax.clients.schedule import RegionalOrder
+from fedpax.clients.arrival_schedules import RegionalOrder
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast, host_array
 from fedpax.simulation.trace import Trace, UpTimes

@@ -1,6 +1,6 @@
 """Synchronous rounds over sites that train on their own data.
 
-- `contract`: what an experiment offers to run over sites.
+- `site_experiment`: what an experiment offers to run over sites.
 - `run_coordinator`: the process that holds the model and asks the sites (`fedpax syncer`).
 - `take_part`: the process of a site (`fedpax join`).
 - `update_filters`: the updates that a merge drops (`drop_large`, `drop_harmful`).

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 
 from fedpax.console import count_of
 from fedpax.errors import ConfigurationError
-from fedpax.sites.contract import Json, Question
+from fedpax.sites.site_experiment import Json, Question
 from fedpax.sites.site_files import SiteWatch, write_federation
 from fedpax.sites.site_table import LATE, SiteRecord
 from fedpax.sites.stage_calls import Participants, StageCalls, without_faults

@@ -10,7 +10,7 @@ import numpy as np
 from fedpax.algorithm import FederatedAlgorithm, Params, State
 from fedpax.clients.cohort import Cohort
 from fedpax.errors import ConfigurationError
-from fedpax.sites.contract import CoordinatorRun, Json
+from fedpax.sites.site_experiment import CoordinatorRun, Json
 from fedpax.sites.tasks import SHOWN, TERM, WORD, is_key
 from fedpax.transforms.client_stages import Stage
 from fedpax.transforms.coded_terms import CodedStage

@@ -16,7 +16,6 @@ from fedpax.errors import FedpaxError
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import OF_SITE, MetricsWriter
 from fedpax.sites.agreement import Agreement
-from fedpax.sites.contract import Json
 from fedpax.sites.coordinator_program import (
     CoordinatorProgram,
     CoordinatorState,
@@ -34,12 +33,13 @@ from fedpax.sites.merge_guard import MergeGuard, drop_replies
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import check_up
 from fedpax.sites.site_evaluation import SiteEvaluation, evaluation_of
+from fedpax.sites.site_experiment import Json
 from fedpax.sites.site_files import RoundMetrics, SiteWatch, write_federation
 from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import ROUND, SiteReply, new_token
-from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress
+from fedpax.training.round_logger import NonFiniteError
 from fedpax.training.training_config import is_due
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import Any
 
 from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.run_files.paths import latest_round
-from fedpax.sites.contract import SiteExperiment
 from fedpax.sites.coordinator_rounds import Coordinator
 from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.site_experiment import SiteExperiment
 from fedpax.sites.site_files import (
     FEDERATION,
     read_federation,

@@ -21,8 +21,8 @@ from fedpax.secure_sums.arithmetic import (
     to_words,
 )
 from fedpax.secure_sums.message import Message
-from fedpax.sites.contract import Json
 from fedpax.sites.downlink import SMALLEST, WHOLE, make_codec, whole
+from fedpax.sites.site_experiment import Json
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import QUESTION, TERM, ArrayTypes, SiteReply, Task, in_order, numbered
 from fedpax.transforms.client_stages import Stage

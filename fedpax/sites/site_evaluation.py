@@ -12,8 +12,8 @@ import numpy as np
 from fedpax.algorithm import Params
 from fedpax.errors import ArgumentError
 from fedpax.run_files.metrics import OF_SITE, with_quantiles
-from fedpax.sites.contract import ClientRange
 from fedpax.sites.downlink import whole
+from fedpax.sites.site_experiment import ClientRange
 from fedpax.sites.site_files import RoundMetrics, SiteWatch
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import EVALUATION, SHARED, Task, new_token, numbered

@@ -20,7 +20,7 @@ from fedpax.files import explain_damage, read_json
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter, select, with_quantiles
 from fedpax.run_files.paths import write_atomically
-from fedpax.sites.contract import SITE_FILE, Json
+from fedpax.sites.site_experiment import SITE_FILE, Json
 from fedpax.sites.site_table import SITES, SiteTable
 from fedpax.sites.tasks import read_message, write_message
 from fedpax.training.progress import Progress

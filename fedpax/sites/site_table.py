@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fedpax.console import format_bytes, format_seconds, format_value, markdown_table
 from fedpax.files import read_json
 from fedpax.run_files.metrics_log import is_finite_number
-from fedpax.sites.contract import ClientRange, Json
+from fedpax.sites.site_experiment import ClientRange, Json
 from fedpax.sites.tasks import EVALUATION, ROUND, Task
 
 MOST_MISSED = 3

@@ -12,17 +12,17 @@ import numpy as np
 from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
 from fedpax.run_files.metrics import with_quantiles
-from fedpax.sites.contract import (
+from fedpax.sites.coordinator_program import batch_types, divide
+from fedpax.sites.round_rules import weigh
+from fedpax.sites.secret_terms import TASK as SUM
+from fedpax.sites.secret_terms import SecretTerms, Uplink
+from fedpax.sites.site_experiment import (
     FINE_TUNED,
     ClientRange,
     Json,
     SiteExperiment,
     SiteRun,
 )
-from fedpax.sites.coordinator_program import batch_types, divide
-from fedpax.sites.round_rules import weigh
-from fedpax.sites.secret_terms import TASK as SUM
-from fedpax.sites.secret_terms import SecretTerms, Uplink
 from fedpax.sites.site_files import KeptValues, check_names
 from fedpax.sites.tasks import (
     EVALUATION,

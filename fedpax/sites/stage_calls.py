@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedpax.errors import FedpaxError
-from fedpax.sites.contract import Json
 from fedpax.sites.coordinator_program import (
     check_masks,
     coded_arrays,
@@ -19,6 +18,7 @@ from fedpax.sites.coordinator_program import (
 from fedpax.sites.downlink import WHOLE, Downlink, whole
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import SUM, Uplink, ask_for_sums, check_is_sum
+from fedpax.sites.site_experiment import Json
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import (
     ROUND,

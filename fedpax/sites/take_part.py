@@ -16,10 +16,10 @@ from fedpax.errors import ArgumentError
 from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.metrics import MetricsWriter, read_metrics, select
 from fedpax.run_files.paths import latest_round
-from fedpax.sites.contract import SiteExperiment
 from fedpax.sites.downlink import WHOLE, Receiver
 from fedpax.sites.run_coordinator import check_supported
 from fedpax.sites.secret_terms import SecretTerms
+from fedpax.sites.site_experiment import SiteExperiment
 from fedpax.sites.site_files import (
     SiteFile,
     read_run,

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fedpax.sites.contract import Json
 from fedpax.sites.downlink import WHOLE
+from fedpax.sites.site_experiment import Json
 from fedpax.sites.site_process import Identity, find_difference
 from fedpax.sites.site_table import CLIENTS_PER_SITE, LATE, SiteRecord, SiteTable
 from fedpax.sites.tasks import (

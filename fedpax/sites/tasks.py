@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedpax.files import read_file, replace_file
-from fedpax.sites.contract import Json
 from fedpax.sites.downlink import DownlinkArrays
+from fedpax.sites.site_experiment import Json
 from fedpax.transport.admission import CheckedHeader
 from fedpax.transport.calls import MalformedError, RefusedError
 from fedpax.transport.message import ChecksumError, Message, decode, encode

@@ -20,9 +20,9 @@ from typing import Any
 from fedpax.errors import ArgumentError
 from fedpax.extras import is_installed
 from fedpax.files import parse_json, read_json
-from fedpax.path_patterns import expand_home
 from fedpax.sources.embedded import is_whole_split, open_in_memory
 from fedpax.sources.source import Source, TextRecords, one_line, read_client_starts
+from fedpax.user_paths import expand_home
 
 EMBEDDED = {name: "fedpax.sources.embedded_builders" for name in ("stdlib_text", "digits")}
 """The data sets that need no network, with the modules of their TFDS builders."""

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from fedpax.errors import ArgumentError, ArgumentTypeError, MissingFieldError
 from fedpax.files import check_fetched
-from fedpax.path_patterns import find_paths
 from fedpax.primitives.casts import host_array
+from fedpax.user_paths import find_paths
 
 _FILE = "client_starts.npz"
 

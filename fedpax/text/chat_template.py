@@ -9,8 +9,8 @@ from typing import Any
 
 from fedpax.errors import ArgumentError, MissingPackageError
 from fedpax.files import read_file, read_json
-from fedpax.path_patterns import expand_home
 from fedpax.text.tokenizer_json import token_name
+from fedpax.user_paths import expand_home
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 Messages = Sequence[Mapping[str, Any]]

@@ -16,7 +16,6 @@ from numpy.typing import ArrayLike
 
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError, MissingPackageError
 from fedpax.files import BYTE_ORDER_MARK, read_file
-from fedpax.path_patterns import expand_home
 from fedpax.text.packing import Tokens
 from fedpax.text.tokenizer_json import (
     SEPARATOR,
@@ -29,6 +28,7 @@ from fedpax.text.tokenizer_json import (
     read_tokenizer_json,
 )
 from fedpax.text.tokenizer_json import end_of_document as find_end
+from fedpax.user_paths import expand_home
 
 END_OF_DOCUMENT = "<|end_of_text|>"
 """The name of the end-of-document token that `train_tokenizer` gives."""

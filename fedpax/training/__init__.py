@@ -24,8 +24,8 @@ _NAMES = {
     "fedpax.training.experiment": (
         "Experiment HeldoutMetrics Run Shardings StoredParams with_frozen_argument"
     ),
-    "fedpax.training.logging": "NonFiniteError",
-    "fedpax.training.scheduled_rounds": "ScheduledRounds",
+    "fedpax.training.round_logger": "NonFiniteError",
+    "fedpax.data.rounds.scheduled_rounds": "ScheduledRounds",
     "fedpax.training.spikes": "RepeatedSpikesError",
     "fedpax.training.trainer": "StorageError TrainingResult train",
     "fedpax.training.training_config": "TrainingConfig",

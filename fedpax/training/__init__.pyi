@@ -1,5 +1,6 @@
 """The public names of training for type checkers; `__init__.py` imports them on first use."""
 
+from fedpax.data.rounds.scheduled_rounds import ScheduledRounds as ScheduledRounds
 from fedpax.run_files.configuration import read_configuration as read_configuration
 from fedpax.run_files.configuration import with_seed as with_seed
 from fedpax.run_files.configuration import write_configuration as write_configuration
@@ -17,8 +18,7 @@ from fedpax.training.experiment import Run as Run
 from fedpax.training.experiment import Shardings as Shardings
 from fedpax.training.experiment import StoredParams as StoredParams
 from fedpax.training.experiment import with_frozen_argument as with_frozen_argument
-from fedpax.training.logging import NonFiniteError as NonFiniteError
-from fedpax.training.scheduled_rounds import ScheduledRounds as ScheduledRounds
+from fedpax.training.round_logger import NonFiniteError as NonFiniteError
 from fedpax.training.spikes import RepeatedSpikesError as RepeatedSpikesError
 from fedpax.training.trainer import StorageError as StorageError
 from fedpax.training.trainer import TrainingResult as TrainingResult

@@ -14,7 +14,7 @@ from fedpax.run_files.evaluations import STOP, Evaluations
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import CHECKPOINTS, complete_rounds
 from fedpax.training.experiment import HeldoutMetrics
-from fedpax.training.logging import as_floats
+from fedpax.training.round_logger import as_floats
 from fedpax.training.training_config import TrainingConfig
 
 

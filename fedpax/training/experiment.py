@@ -17,7 +17,7 @@ from fedpax.clients.cohort import Cohort, CohortStream
 from fedpax.errors import ArgumentError
 from fedpax.parallel.axes import ShardingTree
 from fedpax.parallel.mesh import MeshConfig, available_devices
-from fedpax.parallel.mesh_rule import ShardedSize, follow
+from fedpax.parallel.mesh_sizes import ShardedSize, follow
 from fedpax.run_files.configuration import write_configuration
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.training_config import TrainingConfig

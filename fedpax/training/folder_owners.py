@@ -19,7 +19,7 @@ from fedpax.console import print_error
 from fedpax.errors import ConfigurationError
 from fedpax.files import UnusableFileError, open_unlinked, read_file, read_json
 from fedpax.processes.communication import raise_everywhere
-from fedpax.run_files.long_line_files import LineCopy, read_chunks, replace_by
+from fedpax.run_files.line_files import LineCopy, read_chunks, replace_by
 from fedpax.run_files.paths import (
     CONFIGURATION,
     GOODPUT,

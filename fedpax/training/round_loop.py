@@ -26,9 +26,9 @@ from fedpax.training.early_stop import EarlyStop
 from fedpax.training.evaluation import heldout_metrics
 from fedpax.training.experiment import Run
 from fedpax.training.flops_utilization import utilization_of
-from fedpax.training.logging import RoundLogger
 from fedpax.training.prefetch import Prefetch, put_on_mesh
 from fedpax.training.progress import Progress
+from fedpax.training.round_logger import RoundLogger
 from fedpax.training.spikes import FiniteCheck, Spike, SpikeHistory
 from fedpax.training.startup_report import UNREAD_MASK, announce, describe_aggregator
 from fedpax.training.tracker import Tracker

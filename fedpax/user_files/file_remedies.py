@@ -4,7 +4,7 @@ import ast
 import re
 import shlex
 
-from fedpax.path_patterns import escape_commas
+from fedpax.comma_lists import escape_commas
 
 _VALUE = r"\{[^{}]*\}|\[[^\[\]]*\]|'[^']*'"
 # After a verb: the value that is wrong has the name that it has in Python.

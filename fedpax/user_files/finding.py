@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from fedpax.errors import ArgumentError
 from fedpax.files import check_fetched
-from fedpax.path_patterns import existing_head, expand_home, find_paths
+from fedpax.user_paths import existing_head, expand_home, find_paths
 
 PLACEHOLDER = re.compile(r"\{(client|label|split)\}")
 CLIENT = "client"

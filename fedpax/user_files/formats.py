@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from fedpax.checks import check_distinct
 from fedpax.errors import ArgumentError
-from fedpax.path_patterns import expand_home
 from fedpax.user_files.finding import PLACEHOLDER, DataFile, is_numbered, is_url
 from fedpax.user_files.folders import is_data_folder
+from fedpax.user_paths import expand_home
 
 if TYPE_CHECKING:
     import pyarrow

@@ -18,7 +18,7 @@ from fedpax.populations.label_skew import (
 )
 from fedpax.populations.partition import partition_iid
 from fedpax.sources.shuffle import hash_key
-from fedpax.user_files.columns import to_numpy
+from fedpax.user_files.arrow_numpy import to_numpy
 from fedpax.user_files.finding import CLIENT
 from fedpax.user_files.formats import LoadOptions
 from fedpax.user_files.image_hashes import (

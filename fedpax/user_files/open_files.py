@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from fedpax.console import count_of
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import host_array
-from fedpax.user_files.columns import (
+from fedpax.user_files.arrow_numpy import (
     array_to_arrow,
     check_client_numbers,
     check_client_type,

@@ -21,8 +21,7 @@ from pyarrow import ipc
 from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 from fedpax.files import read_json
-from fedpax.path_patterns import expand_home
-from fedpax.user_files.columns import (
+from fedpax.user_files.arrow_numpy import (
     are_images,
     is_integer_or_float,
     is_scalar,
@@ -31,8 +30,9 @@ from fedpax.user_files.columns import (
 )
 from fedpax.user_files.finding import is_url
 from fedpax.user_files.folders import PREPARED
-from fedpax.user_files.gathering import Records
+from fedpax.user_files.row_gatherers import Records
 from fedpax.user_files.table_source import ClientNames, TableSource
+from fedpax.user_paths import expand_home
 
 EXAMPLES, CLIENTS = "examples.arrow", "clients.arrow"
 _FORMAT = 1

@@ -15,7 +15,6 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 
 from fedpax.errors import ArgumentError
-from fedpax.path_patterns import expand_home
 from fedpax.user_files.finding import estimate_bytes, is_url
 from fedpax.user_files.formats import BadRows, LoadOptions, TypeChangedError
 from fedpax.user_files.prepared import open_prepared, write_prepared
@@ -24,6 +23,7 @@ from fedpax.user_files.reading import Reading
 from fedpax.user_files.selection import select_files
 from fedpax.user_files.sorting import MEMORY, sort_tables
 from fedpax.user_files.table_source import TableSource
+from fedpax.user_paths import expand_home
 
 _LOCK = "lock"  # held by the process that writes the draft
 

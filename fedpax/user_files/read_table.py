@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import are_images, array_to_arrow, plain_types, to_numpy
+from fedpax.user_files.arrow_numpy import are_images, array_to_arrow, plain_types, to_numpy
 from fedpax.user_files.finding import CLIENT, DataFile
 from fedpax.user_files.formats import (
     LoadOptions,

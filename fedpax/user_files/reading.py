@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import (
+from fedpax.user_files.arrow_numpy import (
     are_images,
     check_client_numbers,
     check_client_type,

@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.path_patterns import expand_home
 from fedpax.user_files.finding import CLIENT, DataFile, absolute, check_shards, find_files, is_url
 from fedpax.user_files.folders import find_in_folder
 from fedpax.user_files.formats import LoadOptions, ReadOptions, is_image, is_shard
 from fedpax.user_files.read_table import has_own_clients
+from fedpax.user_paths import expand_home
 
 HELD_OUT_SPLITS = ("heldout", "test", "validation")
 """Names of the split that `heldout_fraction` makes."""

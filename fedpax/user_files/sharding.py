@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from jaxtyping import Float64
 from pyarrow import ipc
 
-from fedpax.user_files.columns import encode_values, to_numpy
+from fedpax.user_files.arrow_numpy import encode_values, to_numpy
 from fedpax.user_files.formats import TypeChangedError
 from fedpax.user_files.prepared import write_prepared
 from fedpax.user_files.reading import Reading, unify_parts

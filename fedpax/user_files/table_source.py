@@ -14,11 +14,11 @@ from jaxtyping import Int64
 from numpy.typing import ArrayLike, NDArray
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.sources.aligned_arrays import ReusedMemory
+from fedpax.sources.reused_memory import ReusedMemory
 from fedpax.sources.source import Source, Starts
-from fedpax.user_files.columns import to_numpy
-from fedpax.user_files.gathering import ColumnGatherer, RecordGatherer, Records, Rows
+from fedpax.user_files.arrow_numpy import to_numpy
 from fedpax.user_files.image_hashes import is_hash, visible, without_hashes
+from fedpax.user_files.row_gatherers import ColumnGatherer, RecordGatherer, Records, Rows
 
 
 class TableSource(Source):

@@ -37,7 +37,7 @@ from fedpax.aggregators import (
     quantized_mean,
 )
 from fedpax.algorithms import diloco
-from fedpax.algorithms.parts import fragment_blocks
+from fedpax.algorithms.parts import streaming_diloco_blocks
 from fedpax.algorithms.parts.fragments import layer_fragments
 from fedpax.algorithms.streaming_diloco import streaming_diloco
 from fedpax.deploy.local_stages import run_local
@@ -129,13 +129,13 @@ def test_a_loop_over_fragments_equals_unrolled_blocks(
     }
     rounds = random_rounds(2, steps)
     expected = trained()
-    monkeypatch.setattr(fragment_blocks, "SHORTEST_LOOP", 2)
+    monkeypatch.setattr(streaming_diloco_blocks, "SHORTEST_LOOP", 2)
     assert_close(trained(), expected)
 
 
 def test_stages_have_no_loop_over_fragments(monkeypatch):
     """The server waits for the islands in each block, which it cannot do in a loop."""
-    monkeypatch.setattr(fragment_blocks, "SHORTEST_LOOP", 2)
+    monkeypatch.setattr(streaming_diloco_blocks, "SHORTEST_LOOP", 2)
     method, (batches,) = algorithm(layer_fragments(3), 1, 0.5), random_rounds(1, 6)
     args = method.init(unflatten(random_params())), Cohort(batches)
     expected = jax.jit(method.round)(*args)  # with the loop
@@ -146,7 +146,7 @@ def test_stages_have_no_loop_over_fragments(monkeypatch):
 @pytest.mark.parametrize("shortest_loop", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_epsilon_counts_each_fragment_of_a_round(monkeypatch, shortest_loop):
     """Each fragment of an island's update is clipped to the norm by itself, and then released."""
-    monkeypatch.setattr(fragment_blocks, "SHORTEST_LOOP", shortest_loop)
+    monkeypatch.setattr(streaming_diloco_blocks, "SHORTEST_LOOP", shortest_loop)
     method = streaming_diloco(
         lambda w, batch: (jnp.mean(batch) * jnp.sum(w["layers"]) * w["norm"], {}),
         islands=2,

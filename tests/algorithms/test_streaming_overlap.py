@@ -14,7 +14,7 @@ from overlap import check_overlap, transfers
 from fedpax import Cohort
 from fedpax.aggregators import codecs, compressed_mean
 from fedpax.algorithms import eager_diloco, streaming_diloco
-from fedpax.algorithms.parts import fragment_blocks
+from fedpax.algorithms.parts import streaming_diloco_blocks
 from fedpax.hlo import parsing
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training.compiled_round import state_shardings
@@ -106,7 +106,7 @@ def test_each_fragment_is_sent_under_its_local_steps(tpu_devices, topology, slic
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
 def test_a_fragment_of_a_loop_is_sent_under_its_local_steps(tpu_devices, monkeypatch, topology):
     """The loop over fragments has the order of an unrolled block."""
-    monkeypatch.setattr(fragment_blocks, "SHORTEST_LOOP", 2)
+    monkeypatch.setattr(streaming_diloco_blocks, "SHORTEST_LOOP", 2)
     text = compiled_text(streaming(2), tpu_devices(topology, 2), 2, 512)
     module = parsing.parse(text)
     orders = {}

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from random_states import assert_same_bits, like, random_state
 
-from fedpax.checkpoints import checkpoint, state_parts
+from fedpax.checkpoints import changed_rows, checkpoint
 from fedpax.checkpoints.checkpoint import Checkpoints, CheckpointWriteError
 from fedpax.checkpoints.exports import write_orbax
 from fedpax.checkpoints.saved_rounds import find_damage, write_checksums
@@ -330,8 +330,8 @@ def test_damaged_files_raise_and_the_checkpoint_before_can_be_used(
 def test_large_arrays_are_written_in_chunks(
     tmp_path: Path, sharding: NamedSharding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_parts, "CHUNK_BYTES", 1 << 14)
-    monkeypatch.setattr(state_parts, "FILE_BYTES", 1 << 15)
+    monkeypatch.setattr(changed_rows, "CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(changed_rows, "FILE_BYTES", 1 << 15)
     w = np.random.default_rng(0).normal(size=(2048, 63)).astype("f")
     params = {"w": jnp.asarray(w), "odd": jnp.asarray(w.ravel()[:8191])}
     state = random_state(1, sharding)._replace(params=params)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from random_states import assert_same_bits
 
-from fedpax.checkpoints import client_stores, state_parts
+from fedpax.checkpoints import changed_rows, client_stores
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.saved_rounds import lineage
 from fedpax.checkpoints.saved_state import load_field
@@ -76,7 +76,7 @@ def test_rows_come_back_on_any_number_of_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_stores: int
 ) -> None:
     monkeypatch.setattr(client_stores, "SMALL_STORES", small_stores)
-    monkeypatch.setattr(state_parts, "CHUNK_BYTES", 1 << 11)
+    monkeypatch.setattr(changed_rows, "CHUNK_BYTES", 1 << 11)
     monkeypatch.setattr(client_stores, "RANGE_BYTES", 1 << 13)
     read = record_reads(monkeypatch)
     expected: Any = None
@@ -119,7 +119,7 @@ def test_other_clients_are_told_though_their_rows_are_as_many(tmp_path: Path) ->
 def test_without_a_record_of_the_clients_the_numbers_of_rows_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_parts, "record_of_stores", lambda state: None)
+    monkeypatch.setattr(changed_rows, "record_of_stores", lambda state: None)
     state = change(new_state(), 0, 7)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, state, {}, {})

@@ -7,7 +7,7 @@ from fedpax.commands.parts.descriptions import join_lines, split_columns
 from fedpax.commands.parts.options import describe_group, did_you_mean_flag, parse
 from fedpax.commands.parts.output_files import output_file
 from fedpax.commands.train import describe as describe_run
-from fedpax.commands.train_in_python import in_python
+from fedpax.commands.train_object import in_python
 from fedpax.experiments.catalog import find_experiment
 from fedpax.sites.site_process import JoinResult
 from fedpax.training.trainer import TrainingResult

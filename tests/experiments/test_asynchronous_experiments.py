@@ -9,6 +9,7 @@ import pytest
 
 from fedpax.aggregators import codecs
 from fedpax.clients import Cohort
+from fedpax.data.rounds.scheduled_rounds import ScheduledRounds
 from fedpax.experiments import async_diloco_text as text
 from fedpax.experiments import fedbuff_images as images
 from fedpax.experiments import halos_text as regional
@@ -18,7 +19,6 @@ from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.settings.trace_settings import TraceConfig
 from fedpax.simulation import Trace, save_trace
-from fedpax.training.scheduled_rounds import ScheduledRounds
 from fedpax.training.trainer import train
 from fedpax.training.training_config import TrainingConfig
 

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from fedpax.checkpoints import load_params
-from fedpax.data import ClientSampler, client_examples, cohort_rounds, prepare
+from fedpax.data import ClientSampler, cohort_rounds, open_client_files, prepare
 from fedpax.data.tables import prepared_table
 from fedpax.data.tables.prepared_table import EncodedTable
 from fedpax.experiments.fedavg_table import FedAvgTable, fedavg_table
@@ -62,7 +62,7 @@ def test_blocks_of_a_table_give_the_same_arrays(
     made = make_experiment(files, label, columns=stated, category_clients=5)
     expected, opened = made.prepared, made.opened
     assert not isinstance(expected.examples, EncodedTable)
-    monkeypatch.setattr(client_examples, "_BLOCK_BYTES", 2000)
+    monkeypatch.setattr(open_client_files, "_BLOCK_BYTES", 2000)
     monkeypatch.setattr(prepared_table, "IN_MEMORY", 0)
     again = make_experiment(files, label, columns=stated, category_clients=5)
     result = again.prepared
@@ -106,7 +106,7 @@ def test_a_client_that_exceeds_a_block_counts_once(
     prepare(tmp_path / "a.parquet", tmp_path / "p", client="user")
     names = []
     for block in (1 << 26, 900):
-        monkeypatch.setattr(client_examples, "_BLOCK_BYTES", block)
+        monkeypatch.setattr(open_client_files, "_BLOCK_BYTES", block)
         made = make_experiment(str(tmp_path / "p"), "y", category_clients=2, heldout_fraction=0.1)
         names.append(made.prepared.features.names)
     assert names[0] == names[1] == ("x", "kind=p", "kind is another")

@@ -7,7 +7,7 @@ import optax
 
 from fedpax.aggregators import codecs
 from fedpax.algorithms import decoupled_diloco_parts
-from fedpax.islands.method_parts import FragmentFormat, describe_other_arrays
+from fedpax.islands.fragment_format import FragmentFormat, describe_other_arrays
 
 
 def test_a_codec_encodes_an_update_and_decodes_it():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpax.run_files import long_line_files, metrics_log
+from fedpax.run_files import line_files, metrics_log
 from fedpax.run_files.metrics import MetricsWriter, describe_damage, read_metrics, select
 from fedpax.run_files.metrics_log import (
     LastLines,
@@ -27,7 +27,7 @@ from fedpax.run_files.paths import METRICS
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_line_files, "CHUNK_BYTES", 90)  # about two lines
+    monkeypatch.setattr(line_files, "CHUNK_BYTES", 90)  # about two lines
 
 
 def write(folder: Path, first: int, last: int, *, after: int = 0, sync_every: int = 3) -> None:

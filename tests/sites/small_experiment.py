@@ -14,7 +14,7 @@ import fedpax
 from fedpax.aggregators import codecs, compressed_mean, coordinate_median, krum, private_mean
 from fedpax.algorithms import fedavg, scaffold
 from fedpax.data import ClientSampler
-from fedpax.sites.contract import CoordinatorRun, SiteRun
+from fedpax.sites.site_experiment import CoordinatorRun, SiteRun
 from fedpax.training.experiment import Experiment
 from fedpax.training.training_config import TrainingConfig
 

@@ -18,8 +18,8 @@ from fedpax.models import huggingface
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics
-from fedpax.sites.contract import ClientRange
 from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.site_experiment import ClientRange
 from fedpax.sites.site_files import SiteState
 from fedpax.transport.calls import RefusedError
 from sites.federation import run

@@ -13,7 +13,7 @@ from fedpax.experiments.fedavg_table import FedAvgTable
 from fedpax.settings.client_methods import method
 from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.settings.table_data import TableConfig
-from fedpax.sites.contract import ClientRange
+from fedpax.sites.site_experiment import ClientRange
 from fedpax.training.progress import Progress
 from fedpax.training.training_config import TrainingConfig
 from sites.federation import run, write_hospitals

@@ -22,10 +22,10 @@ from fedpax.data import (
     token_rounds,
 )
 from fedpax.data.rounds.client_token_rows import pack_clients
-from fedpax.path_patterns import find_paths
 from fedpax.populations.partition import check_partition
 from fedpax.simulation import Trace
 from fedpax.sources.source import Columns, as_examples
+from fedpax.user_paths import find_paths
 
 NAMES = ["b", "a", "b", "c", "a", "a"]
 COLUMNS = {"client": NAMES, "label": [4, 0, 1, 2, 0, 3], "text": [6 * name for name in NAMES]}

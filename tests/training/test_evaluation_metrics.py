@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedpax.training.evaluation import map_examples
-from fedpax.training.logging import as_floats
+from fedpax.training.round_logger import as_floats
 
 
 @pytest.mark.parametrize(

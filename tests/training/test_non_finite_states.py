@@ -19,7 +19,7 @@ from fedpax.data import FunctionRounds
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.run_files.paths import complete_rounds
 from fedpax.training.experiment import Experiment, Run
-from fedpax.training.logging import NonFiniteError
+from fedpax.training.round_logger import NonFiniteError
 from fedpax.training.spikes import skip_spikes
 from fedpax.training.trainer import train
 from fedpax.training.training_config import TrainingConfig

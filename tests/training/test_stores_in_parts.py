@@ -20,7 +20,7 @@ from several_processes import HERE, finish, start
 from small_stores import POPULATION, stores
 from tracker_server import Server, use
 
-from fedpax.checkpoints import client_stores, state_parts
+from fedpax.checkpoints import changed_rows, client_stores
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.saved_rounds import find_damage, lineage
 from fedpax.checkpoints.saved_state import load_field, load_params
@@ -148,7 +148,7 @@ def test_states_of_all_clients_are_not_averaged_as_those_of_participants(
 def test_a_run_resumes_on_any_number_of_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_parts, "LARGEST_PART", 1)
+    monkeypatch.setattr(changed_rows, "LARGEST_PART", 1)
     alone, resumed = tmp_path / "alone", tmp_path / "resumed"
     train_until(10, alone, clients=8, cohort=24)
     for rounds, devices in ((2, 8), (4, 3), (6, 6), (8, 1), (10, 8)):  # 528 rows on 3 and 6

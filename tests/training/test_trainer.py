@@ -23,8 +23,8 @@ from fedpax.run_files.goodput import GoodputClock
 from fedpax.run_files.metrics import RESERVED_METRICS, TIMINGS, MetricsWriter, read_metrics, select
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.flops_utilization import Utilization
-from fedpax.training.logging import NonFiniteError, RoundLogger
 from fedpax.training.progress import Progress
+from fedpax.training.round_logger import NonFiniteError, RoundLogger
 from fedpax.training.spikes import FiniteCheck, SpikeHistory
 from fedpax.training.trainer import train
 from fedpax.training.training_config import TrainingConfig

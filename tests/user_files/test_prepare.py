@@ -17,7 +17,7 @@ from user_files.written_tables import all_types, assert_equal, write_arrow, writ
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
 from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.user_files import prepared
-from fedpax.user_files.columns import array_to_arrow
+from fedpax.user_files.arrow_numpy import array_to_arrow
 from fedpax.user_files.finding import find_files
 from fedpax.user_files.formats import ReadOptions
 from fedpax.user_files.preparing import lock_file

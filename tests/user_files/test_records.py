@@ -35,7 +35,7 @@ def test_numbers_of_small_clients_are_read_side_by_side(
     rows = rng.integers(0, 5000, 900)
     expected = load(path, client="user").take(rows)
     expected = {name: expected[name] for name in source.fields}
-    monkeypatch.setattr("fedpax.user_files.gathering.ColumnGatherer.gather", None)
+    monkeypatch.setattr("fedpax.user_files.row_gatherers.ColumnGatherer.gather", None)
     for opened in (source, small, load(tmp_path / "out")):
         for name in opened.fields:
             values = opened.take(rows)[name]

@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from fedpax.sources.aligned_arrays import ALIGNMENT
+from fedpax.sources.reused_memory import ALIGNMENT
 from fedpax.user_files import prepared
-from fedpax.user_files.columns import array_to_arrow, to_numpy
+from fedpax.user_files.arrow_numpy import array_to_arrow, to_numpy
 from fedpax.user_files.prepared import RowGrid, open_prepared, write_prepared
 from fedpax.user_files.table_source import TableSource
 

@@ -11,8 +11,8 @@ from user_files.written_tables import assert_equal, write_arrow
 from fedpax.data import load, prepare
 from fedpax.data.tables import infer_label
 from fedpax.main import main
-from fedpax.user_files import columns
-from fedpax.user_files.columns import numpy_dtype
+from fedpax.user_files import arrow_numpy
+from fedpax.user_files.arrow_numpy import numpy_dtype
 
 SIZE = 40
 NUMBERS = np.random.default_rng(0).integers(-(2**50), 2**50, SIZE)
@@ -162,7 +162,7 @@ def test_an_integer_in_a_later_block_raises(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int8, np.uint16, np.int64])
 def test_numbers_of_arrow_have_numpy_dtypes_without_pandas(kind) -> None:
     assert numpy_dtype(pa.from_numpy_dtype(kind)) == kind
-    files = Path(columns.__file__).parent.rglob("*.py")
+    files = Path(arrow_numpy.__file__).parent.rglob("*.py")
     calls = [p.name for p in files if ".to_pandas_dtype()" in p.read_text(encoding="utf-8")]
     assert not calls  # PyArrow 25 imports pandas for it
 

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv, ipc
 
-from fedpax.user_files.columns import array_to_arrow
+from fedpax.user_files.arrow_numpy import array_to_arrow
 
 
 def all_types(rng: np.random.Generator, size: int) -> pa.Table:

@@ -13,7 +13,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from fedpax.path_patterns import split_names, split_treatments
+from fedpax.comma_lists import split_names, split_treatments
 
 # The end of a field's text, such as "Default 1." or "Default None: no limit."
 _DEFAULT = re.compile(r"(?:^| )Default (None|True|False|\(\)|-?\d[\w.-]*?)(:|\.(?=\s|$))")

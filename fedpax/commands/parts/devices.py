@@ -18,7 +18,7 @@ from fedpax.parallel.compiler_options import (
     simulate_devices,
 )
 from fedpax.parallel.mesh import BETWEEN_SLICES, MeshConfig, MeshSizeError
-from fedpax.parallel.mesh_rule import ShardedSize, follow, simulated_count
+from fedpax.parallel.mesh_sizes import ShardedSize, follow, simulated_count
 from fedpax.training.experiment import Experiment
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from fedpax.comma_lists import split_names
 from fedpax.commands.parts.options import did_you_mean_flag, parse
 from fedpax.errors import FedpaxError, UsageError
-from fedpax.path_patterns import split_names
 from fedpax.user_files.file_remedies import with_flags
 from fedpax.user_files.formats import FILE_NAME, parse_types
 

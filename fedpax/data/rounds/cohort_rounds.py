@@ -33,7 +33,7 @@ from fedpax.populations.client_arrays import ContiguousClients, RaggedPartition
 from fedpax.populations.client_sampler import ClientSampler
 from fedpax.populations.partition import Partition, check_parts, check_sized, partition_checksum
 from fedpax.populations.synthetic_clients import DirichletClients
-from fedpax.sources.aligned_arrays import ColumnReader
+from fedpax.sources.reused_memory import ColumnReader
 from fedpax.sources.source import Columns, Examples, Source, as_examples, column_array, stack_values
 
 

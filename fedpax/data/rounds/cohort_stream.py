@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from fedpax.clients.cohort import MASK, Cohort, check_distinct_clients
 from fedpax.clients.row_blocks import home_devices
+from fedpax.data.rounds.device_order import balanced_order
 from fedpax.data.rounds.labeled_examples import (
     Arrays,
     Preprocess,
@@ -19,14 +20,13 @@ from fedpax.data.rounds.labeled_examples import (
     preprocess_images,
     scale_on_devices,
 )
-from fedpax.data.rounds.scheduling import balanced_order
 from fedpax.data.rounds.stream_parts import arrays_fingerprint, check_state, evenly_spaced
 from fedpax.errors import ArgumentError
 from fedpax.populations.client_arrays import ContiguousClients, RaggedPartition
 from fedpax.populations.client_sampler import ClientSampler
 from fedpax.populations.partition import Partition, check_indices
 from fedpax.primitives.casts import checked_cast
-from fedpax.sources.aligned_arrays import ColumnReader, aligned_zeros
+from fedpax.sources.reused_memory import ColumnReader, aligned_zeros
 from fedpax.sources.shuffle import hash_key, shuffled_in
 
 Read = Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]

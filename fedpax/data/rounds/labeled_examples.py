@@ -14,7 +14,7 @@ from fedpax.data.rounds.documents import read
 from fedpax.data.rounds.stream_parts import check_sizes, qualified_name, source_name
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_cast, checked_tree, host_array
-from fedpax.sources.aligned_arrays import aligned_empty
+from fedpax.sources.reused_memory import aligned_empty
 from fedpax.sources.source import Columns, Examples, as_examples, get_field
 
 LabeledArrays = dict[str, NDArray[Any]]

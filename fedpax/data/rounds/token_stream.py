@@ -9,9 +9,9 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 
 from fedpax.clients.cohort import MASK, Cohort
+from fedpax.data.rounds.document_shard import DocumentOrder, Shard, ShardPosition
 from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.mixture import Mixture, apportion
-from fedpax.data.rounds.shard import DocumentOrder, Shard, ShardPosition
 from fedpax.data.rounds.stream_parts import (
     LocalRows,
     RowMask,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedpax.console import count_of, first_ten
-from fedpax.data.client_examples import OpenFiles, PreparedFiles, StoredColumns
+from fedpax.data.open_client_files import OpenFiles, PreparedFiles, StoredColumns
 from fedpax.data.tables.features import TableFeatures, fit_blocks
 from fedpax.data.tables.fitted_column import FittedColumn
 from fedpax.data.tables.labels import Label

@@ -22,7 +22,7 @@ from fedpax.data.tables.fitted_column import (
 from fedpax.data.tables.treatments import infer_treatment, infer_treatments
 from fedpax.data.tables.values import TextValues, is_date, is_missing, is_number, is_text
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import check_client_type, encode_values
+from fedpax.user_files.arrow_numpy import check_client_type, encode_values
 from fedpax.user_files.finding import CLIENT, estimate_bytes
 from fedpax.user_files.formats import LoadOptions, TypeChangedError, find_stream, is_files
 from fedpax.user_files.held_out import add_partition, check_partition

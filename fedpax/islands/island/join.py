@@ -18,17 +18,12 @@ from fedpax.algorithm import Params
 from fedpax.console import count_of, print_error
 from fedpax.errors import ConfigurationError
 from fedpax.files import describe_no_permission, read_json
+from fedpax.islands.fragment_format import largest_fragment
 from fedpax.islands.island.island import Island, SharedLink
 from fedpax.islands.island.link import JoinReply, Link
 from fedpax.islands.island.local_model import LocalModel
 from fedpax.islands.island.training_rounds import IslandLog, ShardPrefetch, TrainingRounds
-from fedpax.islands.method_parts import (
-    build_parts,
-    largest_fragment,
-    parts_of,
-    shorten,
-    tokens_per_step,
-)
+from fedpax.islands.method_parts import build_parts, parts_of, shorten, tokens_per_step
 from fedpax.preemption import PreemptionGuard
 from fedpax.processes.communication import ControlChannel
 from fedpax.run_files.configuration import write_configuration

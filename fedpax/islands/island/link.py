@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedpax.islands.method_parts import FragmentFormat, describe_other_arrays
+from fedpax.islands.fragment_format import FragmentFormat, describe_other_arrays
 from fedpax.sites.site_process import find_other_format
 from fedpax.transport.calls import DisconnectedError, RefusedError, WaitingError
 from fedpax.transport.message import Message

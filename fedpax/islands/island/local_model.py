@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithm import Params, Report
-from fedpax.islands.method_parts import FragmentFormat, model_axes
+from fedpax.islands.fragment_format import FragmentFormat, model_axes
 from fedpax.processes.communication import Broadcast
 from fedpax.training.compiled_round import run_state_shardings, with_shardings
 from fedpax.training.experiment import Run

@@ -20,9 +20,9 @@ from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter, select
 from fedpax.sites.site_process import SECONDS_BETWEEN_NOTES, RunFiles
 from fedpax.training.experiment import Experiment
-from fedpax.training.logging import NonFiniteError
 from fedpax.training.prefetch import Prefetch
 from fedpax.training.progress import Progress
+from fedpax.training.round_logger import NonFiniteError
 
 ENDLESS = 2**31
 

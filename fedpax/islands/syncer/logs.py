@@ -9,7 +9,7 @@ from typing import Any
 from fedpax.console import print_error
 from fedpax.files import append_to
 from fedpax.islands.syncer.merge_report import MergeReport, Totals, read_report
-from fedpax.run_files.long_line_files import name_lines, read_json_lines
+from fedpax.run_files.line_files import name_lines, read_json_lines
 from fedpax.run_files.metrics import MetricsWriter, select
 from fedpax.run_files.paths import write_atomically
 from fedpax.training.progress import Progress

@@ -17,9 +17,9 @@ from fedpax.algorithm import AlgorithmParts, Params
 from fedpax.algorithms.parts.frozen_leaves import keep_leaves, without_leaves
 from fedpax.algorithms.parts.local_steps import optimizer_step
 from fedpax.errors import ConfigurationError
-from fedpax.islands.method_parts import FragmentFormat
+from fedpax.islands.fragment_format import FragmentFormat
 from fedpax.primitives.placement import trace_for_stages
-from fedpax.training.logging import NonFiniteError
+from fedpax.training.round_logger import NonFiniteError
 from fedpax.transforms.inlining import inline
 from fedpax.transforms.marks import least_masked, noise_as_arguments
 from fedpax.transforms.program import program

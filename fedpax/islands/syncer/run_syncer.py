@@ -12,7 +12,8 @@ import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.islands.method_parts import build_parts, largest_fragment, parts_of, tokens_per_step
+from fedpax.islands.fragment_format import largest_fragment
+from fedpax.islands.method_parts import build_parts, parts_of, tokens_per_step
 from fedpax.islands.syncer.island_table import IslandWatch
 from fedpax.islands.syncer.logs import RoundLog, read_merges
 from fedpax.islands.syncer.members import FREE_SHARD_AFTER

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from fedpax.algorithm import AlgorithmParts
-from fedpax.islands.method_parts import describe_other_arrays
+from fedpax.islands.fragment_format import describe_other_arrays
 from fedpax.transport.admission import CheckedHeader
 from fedpax.transport.calls import MalformedError
 

@@ -18,7 +18,7 @@ from fedpax.files import check_fetched, open_regular, read_json
 from fedpax.models.huggingface.config import FAMILIES
 from fedpax.models.transformer import transformer
 from fedpax.models.transformer_config import TransformerConfig
-from fedpax.path_patterns import expand_home
+from fedpax.user_paths import expand_home
 
 Index: TypeAlias = tuple[int, ...]
 Bounds: TypeAlias = tuple[tuple[int, int], ...]

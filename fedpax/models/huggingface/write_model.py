@@ -34,7 +34,7 @@ from fedpax.models.huggingface.tensors import (
     stored_parameters,
 )
 from fedpax.models.transformer_config import TransformerConfig
-from fedpax.path_patterns import expand_home
+from fedpax.user_paths import expand_home
 
 
 def save(

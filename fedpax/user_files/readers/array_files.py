@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import array_to_arrow
+from fedpax.user_files.arrow_numpy import array_to_arrow
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions
 from fedpax.user_files.read_table import add_clients

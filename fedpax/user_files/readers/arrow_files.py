@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 from pyarrow import feather, ipc, parquet
 
-from fedpax.user_files.columns import is_pandas_index
+from fedpax.user_files.arrow_numpy import is_pandas_index
 from fedpax.user_files.finding import DataFile, is_url
 from fedpax.user_files.formats import ReadOptions
 

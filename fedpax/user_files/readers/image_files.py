@@ -15,7 +15,7 @@ from PIL import Image
 
 from fedpax.console import count_of
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import array_to_arrow
+from fedpax.user_files.arrow_numpy import array_to_arrow
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions
 from fedpax.user_files.image_hashes import (

@@ -12,7 +12,7 @@ from pyarrow import json as arrow_json
 
 from fedpax.errors import ArgumentError
 from fedpax.files import NESTING, is_utf8, parse_json
-from fedpax.user_files.columns import concatenate_values, json_values
+from fedpax.user_files.arrow_numpy import concatenate_values, json_values
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions, TypeChangedError
 from fedpax.user_files.read_table import add_clients

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import array_to_arrow
+from fedpax.user_files.arrow_numpy import array_to_arrow
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import IMAGES, ReadOptions
 from fedpax.user_files.read_table import join_parts

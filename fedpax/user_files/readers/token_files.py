@@ -9,7 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import array_to_arrow, numpy_dtype
+from fedpax.user_files.arrow_numpy import array_to_arrow, numpy_dtype
 from fedpax.user_files.finding import DataFile, is_url
 from fedpax.user_files.formats import ReadOptions
 

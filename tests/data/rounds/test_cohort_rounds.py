@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
-from fedpax.data.rounds.scheduling import idle_fraction
+from fedpax.data.rounds.device_order import idle_fraction
 from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.populations.client_sampler import MOST_ARRIVALS, ClientSampler
 

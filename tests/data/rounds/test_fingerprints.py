@@ -23,8 +23,8 @@ from fedpax.data import (
     token_rounds,
     unreliable_rounds,
 )
+from fedpax.data.rounds.scheduled_rounds import ScheduledRounds
 from fedpax.data.rounds.stream_parts import arrays_fingerprint, texts_fingerprint
-from fedpax.training.scheduled_rounds import ScheduledRounds
 
 SIZES = {"islands": 2, "local_steps": 1, "batch_size": 1, "seq_len": 4}
 

@@ -15,7 +15,7 @@ from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
 from fedpax.data.rounds.cohort_stream import MOSTLY_PADDING
 from fedpax.data.rounds.labeled_examples import Preprocess, preprocess_images
 from fedpax.parallel.mesh import make_mesh
-from fedpax.sources import aligned_arrays
+from fedpax.sources import reused_memory
 from fedpax.training import prefetch
 from fedpax.training.prefetch import Prefetch
 
@@ -110,8 +110,8 @@ def test_cohorts_in_reused_memory_are_those_of_new_memory(
         state = reused.get_state()
         repeated = next(stream(state))  # padding repeats an example: it is too short for zeros
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(aligned_arrays, "_LONG_PADDING", 1)
-            patch.setattr(aligned_arrays, "SHARED_BYTES", shared_bytes)
+            patch.setattr(reused_memory, "_LONG_PADDING", 1)
+            patch.setattr(reused_memory, "SHARED_BYTES", shared_bytes)
             expected = next(stream(state))
             is_packed = random.random() < 0.7
             cohort = reused.next_packed() if is_packed else next(reused)

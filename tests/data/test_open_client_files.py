@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from fedpax.settings.client_files import FilesConfig
-from fedpax.user_files.columns import encode_values
+from fedpax.user_files.arrow_numpy import encode_values
 
 
 def test_clients_of_the_held_out_split_alone_follow_the_others(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from fedpax.experiments import decoupled_diloco_text, diloco_text, pretrain
 from fedpax.parallel.mesh import SINGLE_DEVICE, MeshConfig, MeshSizeError
-from fedpax.parallel.mesh_rule import ShardedSize, follow, simulated_count
+from fedpax.parallel.mesh_sizes import ShardedSize, follow, simulated_count
 from fedpax.training.experiment import Experiment
 
 SHARDED = [

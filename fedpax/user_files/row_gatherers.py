@@ -10,8 +10,8 @@ import pyarrow as pa
 from jaxtyping import Int64
 from numpy.typing import NDArray
 
-from fedpax.sources.aligned_arrays import ReusedMemory
-from fedpax.user_files.columns import is_integer_or_float, to_numpy
+from fedpax.sources.reused_memory import ReusedMemory
+from fedpax.user_files.arrow_numpy import is_integer_or_float, to_numpy
 
 _CLOSE = 4  # rows: so many of a client are likely to share a line of the cache
 _WIDE = 256  # bytes of a row from which one copy is faster than sorting the rows by batch

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpax.data.rounds.scheduling import balanced_order, idle_fraction
+from fedpax.data.rounds.device_order import balanced_order, idle_fraction
 
 
 @st.composite

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 
 from fedpax.console import count_of
-from fedpax.data.loading import load_with
+from fedpax.data.load import load_with
 from fedpax.data.tables.labels import Label, missing_label_message
 from fedpax.data.tables.values import is_missing
 from fedpax.errors import ArgumentError, FedpaxError
@@ -162,7 +162,7 @@ def open_client_files(
             first = source.table.column(client)[int(np.argmax(skipped))].as_py()
             raise ArgumentError(missing_label_message(label, skipped, f" of {client} {first!r}"))
         rows = np.flatnonzero(~skipped)
-    from fedpax.user_files.columns import encode_values
+    from fedpax.user_files.arrow_numpy import encode_values
     from fedpax.user_files.held_out import held_out
     from fedpax.user_files.table_source import ClientNames
 

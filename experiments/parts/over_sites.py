@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 import fedpax
 from fedpax.clients.cohort import Cohort, CohortStream
+from fedpax.comma_lists import escape_commas
 from fedpax.data import ClientSampler, CohortRounds, Partition
-from fedpax.data.client_examples import OpenFiles
+from fedpax.data.open_client_files import OpenFiles
 from fedpax.data.tables.features import (
     assemble_features,
     numeric_bounds,
@@ -45,12 +46,11 @@ from fedpax.data.tables.shared_treatment import (
 from fedpax.data.tables.treatments import Treatment, parse_treatment
 from fedpax.errors import ArgumentError
 from fedpax.experiments.parts.file_experiments import saved_content
-from fedpax.path_patterns import escape_commas
 from fedpax.populations.client_arrays import ComputedPartition
 from fedpax.settings.client_aggregators import AggregatorConfig
 from fedpax.settings.table_data import TableConfig
 from fedpax.sites.agreement import Needed
-from fedpax.sites.contract import ClientRange, Question
+from fedpax.sites.site_experiment import ClientRange, Question
 from fedpax.transforms.stages import Stages
 
 Json = Mapping[str, Any]

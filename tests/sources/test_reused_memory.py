@@ -6,8 +6,8 @@ import pytest
 
 from fedpax.data import ClientSampler, cohort_rounds, load
 from fedpax.data.rounds.labeled_examples import preprocess_images
-from fedpax.sources import aligned_arrays
-from fedpax.sources.aligned_arrays import ALIGNMENT, ReusedMemory, take_aligned
+from fedpax.sources import reused_memory
+from fedpax.sources.reused_memory import ALIGNMENT, ReusedMemory, take_aligned
 
 
 @pytest.mark.parametrize("dtype", ["u1", "f4", "f8", "?", "i8", "O", "U5"])
@@ -23,7 +23,7 @@ def test_rows_are_those_of_indexing(dtype, shape):
 def test_two_threads_gather_the_rows_of_one(monkeypatch):
     rng = np.random.default_rng(1)
     values, indices = rng.normal(size=(50, 3)), rng.integers(0, 50, 101)
-    monkeypatch.setattr(aligned_arrays, "SHARED_BYTES", 100)
+    monkeypatch.setattr(reused_memory, "SHARED_BYTES", 100)
     rows = take_aligned(values, indices, ReusedMemory())
     np.testing.assert_array_equal(rows, values[indices])
 
@@ -50,7 +50,7 @@ def test_memory_is_written_again_only_when_nothing_refers_to_it():
 
 
 def test_zeros_of_a_read_only_array_are_not_written_again(monkeypatch):
-    monkeypatch.setattr(aligned_arrays, "_LONG_PADDING", 1)
+    monkeypatch.setattr(reused_memory, "_LONG_PADDING", 1)
     memory, values = ReusedMemory(), np.random.default_rng(4).normal(size=(9, 3))
     indices, padding = np.arange(8), np.arange(8).reshape(2, 4) % 4 > 1
     expected = np.where(padding.reshape(-1, 1), 0, values[:8])
@@ -120,7 +120,7 @@ def test_a_cpu_device_takes_a_cohort_over_in_place(preprocess):
 
 @pytest.mark.parametrize("wrong", [0, 999])
 def test_an_error_of_either_thread_is_raised(monkeypatch, wrong):
-    monkeypatch.setattr(aligned_arrays, "SHARED_BYTES", 0)
+    monkeypatch.setattr(reused_memory, "SHARED_BYTES", 0)
     take = np.take
 
     def fail(values, indices, **options):

@@ -1,6 +1,6 @@
 """The order in which shards read documents."""
 
-from fedpax.data.rounds.shard import DocumentOrder
+from fedpax.data.rounds.document_shard import DocumentOrder
 from fedpax.sources.shuffle import hash_key
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fedpax.run_files import long_line_files
-from fedpax.run_files.long_line_files import (
+from fedpax.run_files import line_files
+from fedpax.run_files.line_files import (
     PARTS_MERGED,
     LineCopy,
     name_lines,
@@ -23,8 +23,8 @@ from fedpax.run_files.long_line_files import (
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_line_files, "CHUNK_BYTES", 7)
-    monkeypatch.setattr(long_line_files, "PART_BYTES", 10)
+    monkeypatch.setattr(line_files, "CHUNK_BYTES", 7)
+    monkeypatch.setattr(line_files, "PART_BYTES", 10)
 
 
 def content(path: Path) -> bytes:
@@ -42,7 +42,7 @@ def test_parts_are_few_and_keep_their_place_as_the_file_grows(size: int) -> None
 
 
 def test_each_byte_is_written_a_logarithmic_number_of_times() -> None:
-    rounds, step, written = 4000, long_line_files.PART_BYTES // 2, 0
+    rounds, step, written = 4000, line_files.PART_BYTES // 2, 0
     before: dict[int, int] = {}
     for size in range(0, rounds * step, step):
         starts = part_starts(size)

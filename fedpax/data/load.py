@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fedpax.errors import ArgumentError
 from fedpax.extras import optional
-from fedpax.path_patterns import fill_in_split
 from fedpax.sources.data_sets import (
     EMBEDDED,
     FEDERATED,
@@ -17,6 +16,7 @@ from fedpax.sources.data_sets import (
 )
 from fedpax.sources.source import SUFFIX, Source
 from fedpax.user_files.formats import LoadOptions, is_files
+from fedpax.user_paths import fill_in_split
 
 if TYPE_CHECKING:
     from fedpax.user_files.preparing import Prepared

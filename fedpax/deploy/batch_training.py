@@ -22,31 +22,30 @@ from fedpax.primitives import federated_map, federated_sum
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.goodput import GoodputClock
 from fedpax.run_files.metrics import MetricsWriter
-from fedpax.run_files.paths import latest_round, resolve_job_log_dir
-from fedpax.training.begin_from import begin_from
+from fedpax.run_files.paths import latest_round
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.compiled_round import init_state, run_state_shardings, with_shardings
-from fedpax.training.experiment import Experiment, Run, check_run
+from fedpax.training.experiment import Experiment, Run
 from fedpax.training.progress import open_progress
-from fedpax.training.resume_checks import lock_run
 from fedpax.training.round_logger import RoundLogger
-from fedpax.training.spikes import FiniteCheck, SpikeHistory
+from fedpax.training.spikes import FiniteCheck, SpikeHistory, report_update_norm
 from fedpax.training.startup_report import describe_aggregator
 from fedpax.training.tracker import track
-from fedpax.training.trainer import TrainingResult
-from fedpax.training.training_config import TrainingConfig, is_due
+from fedpax.training.trainer import TrainingResult, build_run, train_with
+from fedpax.training.training_config import is_due
+from fedpax.training.training_job import TrainingJob
 from fedpax.transforms.program import program
 
 RunRounds = Callable[..., list[Any]]
 """`(program, state, clients=..., rounds=..., first_round=...) -> results`, as `run_beam`."""
 
-_WITHOUT = (
-    "keep_every",
-    "export_every",
-    "keep_best",
-    "stop_after",
-    "checkpoint_dir",
-    "on_spike",
+_READ = (
+    "keep_checkpoints",
+    "begin_from",
+    "stop_on_non_finite",
+    "update_norm",
+    "tracker",
+    "track_checkpoints",
 )
 
 
@@ -79,41 +78,30 @@ def train_in_batches(
     allow_config_change: Collection[str] = (),
 ) -> TrainingResult:
     """Train an experiment, or resume its run, with the rounds up to the next save in one job."""
-    training = experiment.training
-    default = TrainingConfig(rounds=1, evaluate_every=1, checkpoint_every=1)
-    for name in _WITHOUT:
-        if getattr(training, name) != getattr(default, name):
-            raise ConfigurationError(
-                f"training.{name}={getattr(training, name)!r} has no effect on rounds in batch "
-                f"jobs, expected {getattr(default, name)!r}. Leave it out, or train without "
-                "--engine."
-            )
-    folder = resolve_job_log_dir(job_log_dir)
-    with lock_run(folder, experiment, exp, allow_config_change), ExitStack() as resources:
-        experiment.read_inputs(folder)
-        done = latest_round(folder) or 0
-        if done >= training.rounds:
-            return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)
-        return _BatchLoop(experiment, folder, run_rounds, exp, done, resources).train()
+    experiment.training.check_read(
+        _READ, "rounds in batch jobs", "Leave it out, or train without --engine."
+    )
+
+    def run_jobs(job: TrainingJob) -> TrainingResult:
+        with ExitStack() as resources:
+            return _BatchLoop(job, run_rounds, resources).train()
+
+    return train_with(run_jobs, experiment, job_log_dir, exp, allow_config_change)
 
 
 class _BatchLoop:
     """The jobs of a run, from a checkpoint on."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        folder: Path,
-        run_rounds: RunRounds,
-        exp: str,
-        done: int,
-        resources: ExitStack,
-    ) -> None:
+    def __init__(self, job: TrainingJob, run_rounds: RunRounds, resources: ExitStack) -> None:
+        experiment, folder, exp = job.experiment, job.folder, job.exp
         self.experiment, self.training = experiment, experiment.training
-        self.folder, self.run_rounds, self.first, self.done = folder, run_rounds, done, done
+        self.folder, self.run_rounds = folder, run_rounds
+        self.first = self.done = done = latest_round(folder) or 0
         enter = resources.enter_context
         self.clock = enter(GoodputClock(folder, after=done))
         self.run = self._build()
+        round = self.run.algorithm.round
+        self.round = report_update_norm(round) if self.training.update_norm else round
         self.progress = enter(open_progress(experiment, exp, done, item_unit=self.run.item_unit))
         self.tracker = enter(track(experiment, folder, exp, note=self.progress.note))
         self.checkpoints = enter(Checkpoints(folder, keep=self.training.keep_checkpoints))
@@ -167,8 +155,7 @@ class _BatchLoop:
         )
 
     def _build(self) -> Run:
-        run = begin_from(self.experiment.build(), self.training.begin_from)
-        check_run(run, type(self.experiment).__name__)
+        run = build_run(self.experiment)
         if run.frozen is not None or run.cohort_shapes is None:
             obstacle = "reads frozen parameters" if run.frozen else "states no cohort_shapes"
             raise ConfigurationError(
@@ -198,7 +185,7 @@ class _BatchLoop:
         self.clock.enter("step")
         start = time.perf_counter()
         results = self.run_rounds(
-            self.run.algorithm.round,
+            self.round,
             self.state,
             clients=clients,
             rounds=rounds,

@@ -11,6 +11,15 @@ from fedpax.training.begin_from import begin_from
 from fedpax.training.experiment import Experiment, Run
 from fedpax.transport.admission import MAX_TEXT
 
+_READ = (
+    "begin_from",
+    "checkpoint_dir",
+    "keep_checkpoints",
+    "stop_on_non_finite",
+    "tracker",
+    "track_checkpoints",
+)
+
 
 def build_parts(experiment: Experiment, mesh: MeshConfig, exp: str = "") -> Run:
     """Build an experiment on a site's own mesh; raise if its method has no parts."""
@@ -22,12 +31,7 @@ def build_parts(experiment: Experiment, mesh: MeshConfig, exp: str = "") -> Run:
             "--exp=decoupled_diloco_text, or set FederatedAlgorithm.parts."
         )
     training = experiment.training
-    if training.keep_best is not None or training.stop_after:
-        raise ConfigurationError(
-            f"training.keep_best={training.keep_best}, training.stop_after={training.stop_after}: "
-            "they have no effect on islands with runtimes of their own, expected None and 0. Leave "
-            "them out, and compare the evaluations in the metrics.jsonl of the islands."
-        )
+    training.check_read(_READ, "islands with runtimes of their own")
     return begin_from(run, training.begin_from)
 
 

@@ -140,14 +140,5 @@ def _read_saved(folder: Path, done: int) -> dict[str, Any] | None:
 
 def check_supported(experiment: Experiment) -> None:
     """Raise where a setting of the training has no effect over sites."""
-    training = experiment.training
-    for name, value, neutral in (
-        ("begin_from", training.begin_from, None),
-        ("keep_best", training.keep_best, None),
-        ("stop_after", training.stop_after, 0),
-    ):
-        if value not in (neutral, None, ""):
-            raise ConfigurationError(
-                f"training.{name}={value}: it has no effect on rounds over sites, expected "
-                f"{neutral}. Leave --training.{name} out."
-            )
+    read = ("checkpoint_dir", "keep_checkpoints", "tracker", "track_checkpoints")
+    experiment.training.check_read(read, "rounds over sites")

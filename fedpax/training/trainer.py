@@ -115,6 +115,21 @@ def train(
         StorageError: the folder or its `training.checkpoint_dir` cannot be written, for example
             because the disk is full.
     """
+    return train_with(
+        _train, experiment, job_log_dir, exp, allow_config_change, participant_states, membership
+    )
+
+
+def train_with(
+    work: Callable[[TrainingJob], TrainingResult],
+    experiment: Experiment,
+    job_log_dir: str | Path,
+    exp: str,
+    allow_config_change: Collection[str],
+    participant_states: ParticipantRule = "average",
+    membership: Membership | None = None,
+) -> TrainingResult:
+    """Train in a folder by a function that runs the rounds which are left, if there are any."""
     if isinstance(allow_config_change, str):
         allow_config_change = allow_config_change.split(",")
     check_integer_fields(experiment)
@@ -151,7 +166,9 @@ def train(
             _send_rest(job)
             return TrainingResult(done, True, 0, None, None, stopped)
         try:
-            return _train(job)
+            return work(job)
+        except (NonFiniteError, RepeatedSpikesError) as error:
+            raise type(error)(_stopped(job, *_reason_and_remedy(error))) from None
         except Exception as error:
             if (reason := _storage_failure(error, saved_in)) is None:
                 raise
@@ -168,9 +185,9 @@ def _train(job: TrainingJob) -> TrainingResult:
         with PreemptionGuard() as preemption:
             try:
                 loop.train(preemption)
-            except (NonFiniteError, RepeatedSpikesError) as error:
-                checkpoints.wait()
-                raise type(error)(_stopped(job, *_reason_and_remedy(error))) from None
+            except (NonFiniteError, RepeatedSpikesError):
+                checkpoints.wait()  # the message names the newest
+                raise
         finished = loop.done == training.rounds or loop.stopped_early is not None
         tracker.finished = finished
         progress.note(describe_goodput(clock.seconds()))
@@ -194,7 +211,7 @@ def _open_loop(
     copy = None if membership is None else membership.find_copy()
     first = (latest_round(job.saved_in) or 0) if copy is None else copy.round
     clock = enter(GoodputClock(folder, after=first, enabled=primary))
-    run = _build(experiment)
+    run = build_run(experiment)
     enter(jax.set_mesh(run.mesh))
     if jax.process_count() > 1:  # else the data are opened while the round is compiled
         check_same_data(run.cohorts)
@@ -249,7 +266,8 @@ def _retention(training: TrainingConfig) -> Retention:
     return Retention(training.keep_checkpoints, every=training.keep_every, scheduled=scheduled)
 
 
-def _build(experiment: Experiment) -> Run:
+def build_run(experiment: Experiment) -> Run:
+    """Build a run, and begin it from the model that the training names."""
     run = experiment.build()
     check_run(run, type(experiment).__name__)
     check_processes(experiment, run)

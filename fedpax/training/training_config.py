@@ -1,6 +1,7 @@
 """The settings of the training loop."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Annotated, Literal, TypeAlias
 
 from fedpax.checks import (
@@ -11,7 +12,7 @@ from fedpax.checks import (
     Positive,
     check_integer_fields,
 )
-from fedpax.errors import ArgumentError
+from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.run_files.evaluations import parse_best_metric
 from fedpax.run_files.paths import is_remote
 from fedpax.training.diagnostics import OnHang, parse_profile_at
@@ -134,6 +135,19 @@ class TrainingConfig(CheckedConfig):
             parse_best_metric(self.keep_best)
         if self.profile_at is not None:
             parse_profile_at(self.profile_at)
+
+    def check_read(self, read: Collection[str], where: str, remedy: str = "Leave it out.") -> None:
+        """Raise if a field has no effect on a kind of run, and not its default either."""
+        for field in dataclasses.fields(self):
+            value, default = getattr(self, field.name), field.default
+            if default is dataclasses.MISSING or field.name in ("seed", *read):
+                continue
+            if value in (default, ""):
+                continue
+            raise ConfigurationError(
+                f"training.{field.name}={value!r} has no effect on {where}, expected {default!r}. "
+                f"{remedy}"
+            )
 
 
 def is_due(round_number: int, rounds: int, *periods: int) -> bool:

@@ -1,6 +1,7 @@
 """A run whose rounds are batch jobs equals a run of `fedpax.train`, and each resumes the other."""
 
 import dataclasses
+import errno
 import functools
 import os
 
@@ -13,10 +14,13 @@ from tracker_server import Server, use
 
 import fedpax
 from fedpax.checkpoints import load_params
+from fedpax.checkpoints.saved_rounds import DamagedCheckpointError
 from fedpax.commands.parts.options import configure
 from fedpax.deploy.batch_training import for_workers, open_cohorts, train_in_batches
 from fedpax.errors import ConfigurationError
 from fedpax.training import read_metrics
+from fedpax.training.round_logger import NonFiniteError
+from fedpax.training.trainer import StorageError
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +87,8 @@ def test_a_run_equals_that_of_train_and_resumes_it(experiment, tmp_path, monkeyp
     [
         ("--training.stop_after=2", "training.stop_after=2 has no effect on rounds in batch jobs"),
         ("--training.on_spike=skip", "training.on_spike='skip' has no effect"),
+        ("--training.profile_at=2:3", "training.profile_at='2:3' has no effect"),
+        ("--training.hang_after=60", r"training.hang_after=60.0 has no effect .*expected 1800.0"),
     ],
 )
 def test_settings_without_effect_are_told(setting, message, tmp_path):
@@ -90,6 +96,47 @@ def test_settings_without_effect_are_told(setting, message, tmp_path):
     with pytest.raises(ConfigurationError, match=message):
         train_in_batches(experiment, tmp_path / "run", run_in_a_loop)
     assert os.listdir(tmp_path) == []
+
+
+def test_the_norm_of_each_update_is_that_of_train(experiment, tmp_path):
+    training = dataclasses.replace(experiment().training, update_norm=True)
+    with_norm = functools.partial(dataclasses.replace, training=training)
+    train_in_batches(with_norm(experiment()), tmp_path / "batches", run_in_a_loop)
+    fedpax.train(with_norm(experiment()), tmp_path / "plain")
+    batches, plain = (
+        [line["update_norm"] for line in read_metrics(tmp_path / name) if "update_norm" in line]
+        for name in ("batches", "plain")
+    )
+    assert len(batches) == 3
+    np.testing.assert_allclose(batches, plain, rtol=1e-5)
+
+
+def test_a_job_that_diverges_says_what_is_kept(experiment, tmp_path):
+    def turn_non_finite(program, state, **settings):
+        results = run_in_a_loop(program, state, **settings)
+        if settings["first_round"] == 0:
+            return results
+        return [(state, metrics | {"loss": np.float32(np.nan)}) for state, metrics in results]
+
+    with pytest.raises(
+        NonFiniteError, match=r"The checkpoint of round 2 is kept in .* Start again"
+    ):
+        train_in_batches(experiment(), tmp_path / "run", turn_non_finite)
+
+
+def test_a_full_disk_says_what_is_kept(experiment, tmp_path):
+    def fill_disk(program, state, **settings):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(StorageError, match=r"No space left on device\. No checkpoint is kept in"):
+        train_in_batches(experiment(), tmp_path / "run", fill_disk)
+
+
+def test_a_finished_run_whose_checkpoint_is_damaged_is_told(experiment, tmp_path):
+    train_in_batches(experiment(), tmp_path / "run", run_in_a_loop)
+    (tmp_path / "run" / "checkpoints" / "3" / "checksums.json").write_text("{")
+    with pytest.raises(DamagedCheckpointError):
+        train_in_batches(experiment(), tmp_path / "run", run_in_a_loop)
 
 
 def test_cohorts_that_are_made_as_a_whole_are_told():

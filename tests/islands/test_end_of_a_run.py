@@ -1,5 +1,6 @@
 """The end of a run of sites: islands that were down, islands without a syncer, and more rounds."""
 
+import dataclasses
 import importlib
 import json
 import shutil
@@ -54,6 +55,14 @@ def test_an_island_without_a_syncer_stops_in_words(tmp_path: Path) -> None:
             ConfigurationError, match=r"island\.json cannot be read .* or delete it"
         ):
             join(sites_regression(), tmp_path / "a", "127.0.0.1:1", give_up_after=0.3)
+
+
+def test_a_setting_of_the_training_that_islands_do_not_read_is_told(tmp_path: Path) -> None:
+    experiment = sites_regression()
+    training = dataclasses.replace(experiment.training, hang_after=60.0)
+    experiment = dataclasses.replace(experiment, training=training)
+    with pytest.raises(ConfigurationError, match=r"hang_after=60.0 has no effect on islands"):
+        join(experiment, tmp_path / "a", "127.0.0.1:1", give_up_after=0.3)
 
 
 class EndingSyncer:

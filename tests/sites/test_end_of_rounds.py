@@ -1,5 +1,6 @@
 """The end of rounds over sites: sites that were down then, and sites that have the last model."""
 
+import dataclasses
 import json
 import threading
 import time
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 from fedpax.commands.join import describe_site
+from fedpax.errors import ConfigurationError
 from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.run_coordinator import run_coordinator
 from fedpax.sites.site_files import read_run
 from fedpax.sites.site_process import Identity
 from fedpax.sites.site_table import SiteTable
@@ -40,6 +43,21 @@ def test_a_site_with_the_last_model_ends_without_a_coordinator(tmp_path: Path) -
     assert result == (0, False, None, True)
     words = describe_site(result, "runs/new", "127.0.0.1:1", has_model=False)
     assert "Start the syncer" in words and "for --goodbye_seconds when it is started" in words
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("stop_on_non_finite", False), ("keep_every", 2), ("on_spike", "skip")]
+)
+def test_a_setting_of_the_training_that_rounds_do_not_read_is_told(
+    name: str, value: object, tmp_path: Path
+) -> None:
+    training = dataclasses.replace(SITES["a"].training, **{name: value})
+    experiment = dataclasses.replace(SITES["a"], training=training)
+    expected = rf"training\.{name}={value!r} has no effect on rounds over sites"
+    with pytest.raises(ConfigurationError, match=expected):
+        take_part(experiment, tmp_path / "a", "127.0.0.1:1", give_up_after=0.3)
+    with pytest.raises(ConfigurationError, match=expected):
+        run_coordinator(experiment, tmp_path / "coordinator", "127.0.0.1:0")
 
 
 def test_a_site_whose_coordinator_ends_before_it_hears_the_end(

@@ -8,7 +8,7 @@ import shlex
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, TextIO
+from typing import IO, Any, BinaryIO, TextIO
 
 from fedpax.errors import ArgumentError, ConfigurationError, FedpaxError
 
@@ -176,13 +176,40 @@ def append_to(path: Path) -> TextIO:
 
 def replace_file(path: Path, content: bytes, *, sync: bool = True) -> None:
     """Write a file such that a kill leaves the old or the new content; a link is not followed."""
-    draft = path.with_name(f".{path.name}.draft")
-    with os.fdopen(create_draft(draft), "wb") as file:
+    with replacing(path, sync=sync) as file:
         file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, sync: bool = True, draft: Path | None = None) -> Iterator[BinaryIO]:
+    """Yield the draft that replaces a file at the end, as `replace_file` does."""
+    # Processes that write one file at a time need drafts of different names.
+    draft = path.with_name(f".{path.name}.draft") if draft is None else draft
+    with os.fdopen(create_draft(draft), "wb") as file:
+        yield file
         file.flush()
         if sync:
             os.fsync(file.fileno())
     draft.replace(path)
+
+
+def lock_file(file: int | IO[Any], *, shared: bool = False, wait: bool = False) -> bool | None:
+    """Lock a file until it is closed; False: another process has it, None: there are no locks."""
+    # A process that ends releases its locks. To wait where a file system has no locks raises.
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system
+        return None
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(file, kind if wait else kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        if wait:
+            raise
+        return None
+    return True
 
 
 def find_links(folder: Path, names: Iterable[str]) -> list[Path]:

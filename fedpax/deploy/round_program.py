@@ -24,7 +24,7 @@ from fedpax.deploy.runtime import (
     check_manifest,
 )
 from fedpax.errors import ArgumentError
-from fedpax.files import explain_damage, parse_json, read_file
+from fedpax.files import explain_damage, parse_json, read_file, replacing
 from fedpax.run_files.configuration import class_name, to_json
 from fedpax.training.experiment import Experiment, Run
 from fedpax.transforms.stages import stages
@@ -246,7 +246,6 @@ def program_file(experiment: Experiment, folder: Path) -> Path:
     path = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(pack_experiment(experiment, experiment.build()), encoding="utf-8")
-        draft.replace(path)
+        with replacing(path, draft=path.with_suffix(f".{os.getpid()}")) as file:
+            file.write(pack_experiment(experiment, experiment.build()).encode())
     return path

@@ -19,13 +19,13 @@ from fedpax.files import (
     LINES_BYTES,
     UnusableFileError,
     check_fetched,
-    create_draft,
     describe_no_permission,
     open_regular,
     parse_json,
     read_file,
     read_json,
     replace_file,
+    replacing,
 )
 from fedpax.run_files.paths import is_remote
 
@@ -92,13 +92,8 @@ def read_ranges(path: Path, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes
 
 def replace_by(path: Path, chunks: Iterable[bytes]) -> None:
     """Write a file from pieces, such that a kill leaves the old or the new content."""
-    draft = path.with_name(f".{path.name}.draft")
-    with os.fdopen(create_draft(draft), "wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    with replacing(path) as file:
+        file.writelines(chunks)
 
 
 def part_starts(size: int) -> list[int]:

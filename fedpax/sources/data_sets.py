@@ -19,7 +19,7 @@ from typing import Any
 
 from fedpax.errors import ArgumentError
 from fedpax.extras import is_installed
-from fedpax.files import parse_json, read_json
+from fedpax.files import lock_file, parse_json, read_json
 from fedpax.sources.embedded import is_whole_split, open_in_memory
 from fedpax.sources.source import Source, TextRecords, one_line, read_client_starts
 from fedpax.user_paths import expand_home
@@ -216,21 +216,12 @@ def _lock(path: Path, name: str) -> Iterator[bool]:
     # Yields True if the lock is held, and False if the system or file system has no locks. Then
     # only TFDS's renaming of finished folders protects data sets.
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:  # not a POSIX system
-        yield False
-        return
     with path.open("wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        is_held = lock_file(file)
+        if is_held is False:
             logging.getLogger(__name__).warning("Waiting for another process to prepare %s.", name)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            yield False
-            return
-        yield True
+            is_held = lock_file(file, wait=True)
+        yield bool(is_held)
 
 
 # stdout and the progress bars belong to all threads.

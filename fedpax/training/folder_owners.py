@@ -17,7 +17,7 @@ import jax
 from fedpax.checkpoints.checkpoint import LostCheckpointDirError
 from fedpax.console import print_error
 from fedpax.errors import ConfigurationError
-from fedpax.files import UnusableFileError, open_unlinked, read_file, read_json
+from fedpax.files import UnusableFileError, lock_file, open_unlinked, read_file, read_json
 from fedpax.processes.communication import raise_everywhere
 from fedpax.run_files.line_files import LineCopy, read_chunks, replace_by
 from fedpax.run_files.paths import (
@@ -30,9 +30,6 @@ from fedpax.run_files.paths import (
     is_remote,
     write_atomically,
 )
-
-if sys.platform != "win32":
-    import fcntl
 
 LOCK = ".lock"
 OWNER = "owner.json"
@@ -70,11 +67,9 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
                 f"--job_log_dir={folder} cannot hold a run ({error.strerror}), expected a folder "
                 "in which files can be created. Set another --job_log_dir."
             ) from error
-        if sys.platform == "win32":
-            return  # no locks of this kind
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if (is_held := lock_file(self._file)) is None:
+            return
+        if not is_held:
             holder = os.read(self._file, 1000).decode(errors="replace").strip()
             os.close(self._file)
             self._file = None
@@ -82,9 +77,7 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
                 f"--job_log_dir={folder} is in use by another process"
                 f"{f' ({holder})' if holder else ''}, expected a folder that no process trains in. "
                 "Wait until it ends, stop it, or set another --job_log_dir."
-            ) from error
-        except OSError:
-            return  # a file system without locks
+            )
         shared = os.fstat(self._file).st_nlink > 1
         if shared or not self._is_current():
             # The former holder deleted the file between the two calls above; or the file has
@@ -272,16 +265,13 @@ def is_in_use(folder: Path) -> bool:
     """Return whether a process trains in a folder."""
     if is_owned(folder):
         return True
-    if sys.platform == "win32" or is_remote(folder):
+    if is_remote(folder):
         return False  # no locks of this kind
     try:
         file = open_unlinked(folder / LOCK, os.O_RDONLY, other_names=True)
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        finally:
-            os.close(file)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass  # no file, or a file system without locks
-    return False
+    except OSError:  # no file
+        return False
+    try:
+        return lock_file(file, shared=True) is False
+    finally:
+        os.close(file)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedpax.errors import ArgumentError, ConfigurationError
-from fedpax.files import open_unlinked, read_json, replace_file
+from fedpax.files import lock_file, open_unlinked, read_json, replace_file
 from fedpax.transport.calls import BusyError, Handler, MalformedError, RefusedError
 from fedpax.transport.message import Message
 
@@ -201,9 +201,6 @@ def site_of(peer: str, message: Message) -> str:
 
 # ---- the sites that are expelled from a run, in `expelled.json` of its folder
 
-if sys.platform != "win32":
-    import fcntl
-
 EXPELLED_FILE = "expelled.json"
 _LOCK = ".expelled.lock"
 MAX_TEXT = 200
@@ -271,8 +268,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """Let one process at a time change the file: a command, or the coordinator by its rule."""
     file = open_unlinked(folder / _LOCK, os.O_WRONLY | os.O_CREAT)
     try:
-        if sys.platform != "win32":
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock_file(file, wait=True)
         yield
     finally:
         os.close(file)

@@ -10,11 +10,12 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from fedpax.errors import ArgumentError
+from fedpax.files import lock_file
 from fedpax.user_files.finding import estimate_bytes, is_url
 from fedpax.user_files.formats import BadRows, LoadOptions, TypeChangedError
 from fedpax.user_files.prepared import open_prepared, write_prepared
@@ -125,17 +126,6 @@ def draft_folder(out: Path) -> Iterator[Path]:
             yield draft
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def lock_file(file: IO[bytes]) -> bool:
-    """Lock a file until it is closed or the process ends; return False if another holds it."""
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (ImportError, OSError):  # no POSIX system, or no locks
-        return False
-    return True
 
 
 def _write(reading: Reading, draft: Path, about: dict[str, Any], memory: str) -> Path:

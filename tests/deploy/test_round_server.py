@@ -12,6 +12,7 @@ from deploy.nodes import SETTINGS, LocalNetwork, N
 
 from fedpax.data import ClientSampler
 from fedpax.deploy.encoded_values import decode_values, encode_values
+from fedpax.deploy.flower.app import write_state
 from fedpax.deploy.nodes import round_server
 from fedpax.deploy.nodes.kept_state import KeptState, KeptStateError, read_position, write_position
 from fedpax.deploy.nodes.node import NodeProgram
@@ -252,11 +253,12 @@ def test_files_that_never_end_are_told(tmp_path):
 def test_links_at_drafts_are_not_followed(tmp_path):
     theirs = tmp_path / "theirs"
     theirs.write_text("a file of the user")
-    for draft in (".position", ".position.draft", f"1.{os.getpid()}.draft"):
+    for draft in (".position.draft", ".1.0.state.draft", ".state.npz", ".state.npz.draft"):
         (tmp_path / draft).symlink_to(theirs)
     position = ServerPosition(3, {"w": nodes.normal(2)}, {0: "3.0"})
     write_position(tmp_path / "position", "run", "program", position)
     KeptState(tmp_path).write("1.0", {"x": nodes.normal(4)})
+    write_state(tmp_path / "state.npz", {"x": nodes.normal(4)})
     assert theirs.read_text() == "a file of the user"
     run, content = read_position(tmp_path / "position", "program")
     assert (run, content.round, content.counted) == ("run", 3, {0: "3.0"})

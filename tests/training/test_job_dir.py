@@ -1,6 +1,7 @@
 """A run's folder is used by one process at a time and is bound to one experiment."""
 
 import dataclasses
+import fcntl
 import os
 import signal
 import subprocess
@@ -80,7 +81,7 @@ def test_a_lock_whose_file_was_deleted_meanwhile_is_taken_again(
 ) -> None:
     """The former holder deletes the file after this process opened it."""
     former = JobDirLock(tmp_path)
-    flock, calls = folder_owners.fcntl.flock, []
+    flock, calls = fcntl.flock, []
 
     def late(file: int, operation: int) -> None:
         if not calls:
@@ -88,7 +89,7 @@ def test_a_lock_whose_file_was_deleted_meanwhile_is_taken_again(
         calls.append(file)
         flock(file, operation)
 
-    monkeypatch.setattr(folder_owners.fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with JobDirLock(tmp_path):
         monkeypatch.undo()
         assert len(calls) == 2 and (tmp_path / folder_owners.LOCK).exists()

@@ -15,12 +15,12 @@ from pyarrow import csv, parquet
 from user_files.written_tables import all_types, assert_equal, write_arrow, write_csv, write_lines
 
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
+from fedpax.files import lock_file
 from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.user_files import prepared
 from fedpax.user_files.arrow_numpy import array_to_arrow
 from fedpax.user_files.finding import find_files
 from fedpax.user_files.formats import ReadOptions
-from fedpax.user_files.preparing import lock_file
 from fedpax.user_files.readers import csv_files, json_files
 from fedpax.user_files.readers.arrow_files import stream_parquet
 

@@ -20,6 +20,7 @@ from fedpax.deploy.flower.node_worker import forward, resolve, state_dir
 from fedpax.deploy.flower.secagg import read_record, write_record
 from fedpax.deploy.packets import Packet
 from fedpax.errors import ArgumentError, MissingPackageError
+from fedpax.files import replacing
 
 if TYPE_CHECKING:
     from fedpax.deploy.nodes.node import LoadData, NodeProgram
@@ -284,7 +285,5 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     from fedpax.deploy.encoded_values import numbers_of
 
     arrays = {name: numbers_of(value) for name, value in state.items()}
-    draft = path.with_name(f".{path.name}")
-    with draft.open("wb") as file:
+    with replacing(path) as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]  # NumPy types its other keywords
-    draft.replace(path)

@@ -1,7 +1,6 @@
 """A worker of a node, which outlives Flower's processes: JAX is imported and compiled once."""
 
 import contextlib
-import fcntl
 import hashlib
 import importlib
 import json
@@ -19,6 +18,7 @@ from typing import Any
 
 from fedpax.deploy.packets import Packet, receive, send
 from fedpax.errors import FedpaxError
+from fedpax.files import lock_file
 
 STATE_DIR = "FEDPAX_STATE_DIR"
 """Environment variable: the folder of kept states. Default: ~/.fedpax/flower."""
@@ -45,7 +45,7 @@ def forward(packet: Packet, node: int, specification: Mapping[str, Any]) -> Pack
     name = hashlib.sha256(identity.encode()).hexdigest()[:24]
     path = folder / f"{name}.sock"
     with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one start, if two messages arrive together
+        lock_file(lock, wait=True)  # one start, if two messages arrive together
         connection = _connect(path) or _start(path, specification)
     with connection:
         send(connection, packet)

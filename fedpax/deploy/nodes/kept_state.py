@@ -5,7 +5,6 @@ A participant returns to the state of the last round that counted it.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.deploy.nodes.round_server import ServerPosition
 from fedpax.errors import ArgumentError, ConfigurationError, FedpaxError
-from fedpax.files import create_draft, explain_damage, parse_json, read_file, replace_file
+from fedpax.files import explain_damage, parse_json, read_file, replace_file
 
 STATE_BYTES = 1 << 36
 """The largest state that is read."""
@@ -53,12 +52,7 @@ class KeptState:
         """Write the values of a round, completely or not at all."""
         path, encoded = self._path(key), encode_values(values)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        draft = path.with_suffix(f".{os.getpid()}.draft")
-        with os.fdopen(create_draft(draft), "wb") as file:
-            file.write(hashlib.sha256(encoded).digest() + encoded)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        replace_file(path, hashlib.sha256(encoded).digest() + encoded)
 
     def keep_only(self, keys: Iterable[str]) -> None:
         """Remove all states except the states of some rounds."""

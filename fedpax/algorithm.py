@@ -250,6 +250,11 @@ def as_metrics(loss: jax.Array, aux: Mapping[str, jax.Array] | None) -> Metrics:
     return {**aux, "loss": loss}
 
 
+def has_params_field(state: State) -> bool:
+    """Return whether a state stores its model, and does not compute it from its fields."""
+    return "params" in getattr(state, "_fields", ("params",))
+
+
 def is_scalar(value: Any) -> bool:
     """Return whether a value is a number or an array without axes, which can be traced."""
     return isinstance(value, int | float) or (hasattr(value, "dtype") and value.ndim == 0)

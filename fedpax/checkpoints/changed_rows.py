@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Int64, UInt64
 
-from fedpax.algorithm import State
+from fedpax.algorithm import State, has_params_field
 from fedpax.checkpoints.client_stores import (
     StorePath,
     layouts_of,
@@ -161,7 +161,7 @@ class StateParts:
     def to_save(self, round_number: int, state: State) -> "dict[str, ocp.args.CheckpointArgs]":
         """Return what the checkpoint of a round saves."""
         items: dict[str, ocp.args.CheckpointArgs] = {}
-        if "params" not in getattr(state, "_fields", ("params",)):
+        if not has_params_field(state):
             # A model that the state computes from its fields, such as the islands' mean.
             items["params"] = _in_chunks(on_one_device(state.params))
         if not self._has_needed_rounds():

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import glob
-import importlib
 import logging
 import os
 import shutil
@@ -21,18 +20,14 @@ import numpy as np
 from etils import epath
 
 from fedpax.errors import ConfigurationError
+from fedpax.extras import LazyModule
 from fedpax.run_files.paths import complete_rounds, is_remote
 
 # Import `orbax.checkpoint` at the first use of a name of it: a run's first round needs none.
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 else:
-
-    class _Orbax:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module("orbax.checkpoint"), name)
-
-    ocp = _Orbax()
+    ocp = LazyModule("orbax.checkpoint")
 
 __all__ = ["ocp"]
 

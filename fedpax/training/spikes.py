@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from fedpax.algorithm import Metrics, Params, State
+from fedpax.algorithm import Metrics, Params, State, has_params_field
 from fedpax.console import count_of
 from fedpax.errors import FedpaxError
 from fedpax.parallel.compiler_options import run_once_options
@@ -250,8 +250,3 @@ def _by_path(prefix: str, tree: chex.ArrayTree) -> dict[str, Array]:
 
 def _is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-
-
-def has_params_field(state: State) -> bool:
-    """Return whether a state stores its model, and does not compute it from its fields."""
-    return "params" in getattr(state, "_fields", ("params",))

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from fedpax.errors import ArgumentTypeError
 
 _FEISTEL_ROUNDS = 8
+_WORD_HALF = np.uint64(3)  # up to here, the hashes of all right halves fit a 32-bit word
 
 
 def hash_key(*numbers: ArrayLike) -> NDArray[np.uint64]:
@@ -60,11 +61,31 @@ def shuffled_in(
     for _ in range(_FEISTEL_ROUNDS):
         keys = _mix(keys)
         schedule.append(keys)
-    if len(half) * width**2 <= 4 * len(index):  # short sequences: all inputs of the network
-        table = _walked(_outputs(half, width, schedule), sizes)
-        places = sequence * width**2
-        places += index.astype(np.int64, copy=False)
-        return table.take(places).astype(np.int64)
+    parts: list[Any] = []  # of the sequences, which have tables of all outputs of the network
+    if len(half) * width**2 <= 4 * len(index):  # short sequences
+        parts = [slice(None)]
+    elif np.sum(4.0 ** (rounded := np.maximum(half, _WORD_HALF))) <= 4 * len(index):
+        parts = [rounded == bits for bits in np.unique(rounded)]
+    if parts:
+        tables, begin, end = [], np.empty(len(half), np.int64), 0
+        for part in parts:
+            width = 1 << int(half[part].max(initial=0))
+            outputs = _outputs(half[part], width, [keys[part] for keys in schedule]).ravel()
+            begin[part] = np.arange(end, end + len(outputs), width**2)
+            end += len(outputs)
+            tables.append(outputs)
+        table = np.concatenate(tables)
+        first = begin.take(sequence)
+        last = (np.maximum(sizes, 1) - 1).astype(table.dtype).take(sequence)
+        shuffled = value = table.take(first + index.astype(np.int64, copy=False))
+        at = left = np.flatnonzero(value > last)
+        while len(left):  # until the outputs of a sequence are within it
+            first, last, value = (x.take(left) for x in (first, last, value))
+            value = table.take(first + value)
+            shuffled[at] = value
+            left = np.flatnonzero(value > last)
+            at = at.take(left)
+        return shuffled.astype(np.int64)
     if len(half) * width <= 4 * len(index):  # few inputs of the hash function
         dtype = _narrow(width)
         hashes, stride = _hash_tables(half, width, schedule, dtype), width
@@ -91,11 +112,10 @@ def _outputs(
     if width <= 8:
         return _outputs_of_words(half.astype(np.uint32), width, schedule)
     dtype = _narrow(width)
-    bits, inputs = half.astype(dtype), np.arange(width**2, dtype=dtype)
-    last, place = (dtype(1) << dtype(2) * bits) - dtype(1), width * np.arange(len(half))
+    bits = half.astype(dtype)[:, None]
+    inputs = np.arange(width**2, dtype=dtype) & (dtype(1) << dtype(2) * bits) - dtype(1)
     hashes = _hash_tables(half, width, schedule, dtype)
-    bits, last, place = (x[:, None] for x in (bits, last, place))
-    return _feistel(inputs & last, bits, hashes, place)
+    return _feistel(inputs, bits, hashes, width * np.arange(len(half))[:, None])
 
 
 def _outputs_of_words(
@@ -117,28 +137,9 @@ def _outputs_of_words(
         mixed &= mask
         mixed ^= left
         left, right, mixed = right, mixed, left
-    outputs = left.astype(np.uint8)
-    outputs *= (own_mask + np.uint32(1)).astype(np.uint8)
-    outputs |= right.astype(np.uint8)
-    return outputs.T.copy()
-
-
-def _walked(table: NDArray[Any], sizes: NDArray[np.integer]) -> NDArray[Any]:
-    """Apply a network, given by its outputs, until the outputs of a sequence are within it."""
-    width, dtype = table.shape[1], table.dtype.type
-    last = np.maximum(sizes, 1).astype(np.int64) - 1
-    last = last.astype(dtype)[:, None]
-    is_outside = table > last
-    is_outside &= np.arange(width, dtype=dtype) <= last
-    table = table.ravel()
-    at = np.flatnonzero(is_outside)
-    first, value, last = at & -width, table.take(at), last.ravel().take(at // width)
-    while len(at):
-        value = table.take(first + value)
-        table[at] = value
-        left = np.flatnonzero(value > last)
-        at, first, value, last = (x.take(left) for x in (at, first, value, last))
-    return table
+    left <<= half
+    left |= right
+    return left.astype(np.uint8).T
 
 
 _Hash = Callable[[NDArray[Any], NDArray[np.int64], NDArray[Any]], NDArray[Any]]
@@ -161,10 +162,8 @@ def _hash_tables(
     half: NDArray[np.uint64], width: int, schedule: list[NDArray[np.uint64]], dtype: Any
 ) -> list[_Hash]:
     """Look up hashes of fewer than `width` right halves."""
-    right, mask = (
-        np.arange(width, dtype=np.uint64),
-        ((np.uint64(1) << half) - np.uint64(1))[:, None],
-    )
+    right = np.arange(width, dtype=np.uint64)
+    mask = ((np.uint64(1) << half) - np.uint64(1))[:, None]
 
     def look_up(keys: NDArray[np.uint64]) -> _Hash:
         hashes = _mix(keys[:, None] ^ right)

@@ -90,6 +90,14 @@ def test_the_permutations_of_each_way_to_compute_them_are_fixed(
     assert zlib.crc32(shuffled.astype("<i8").tobytes()) == checksum
 
 
+def test_the_permutations_of_very_different_sizes_are_fixed() -> None:
+    sizes = np.arange(40) ** 2  # tables of several widths
+    sequence = np.repeat(np.arange(40), sizes)
+    index = np.arange(len(sequence)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    shuffled = shuffled_in(sequence, index, sizes, hash_key(1, np.arange(40)))
+    assert zlib.crc32(shuffled.astype("<i8").tobytes()) == 3579917818
+
+
 def test_hash_key_takes_negative_and_large_numbers() -> None:
     assert hash_key(-1) == hash_key(2**64 - 1)
     assert len({int(hash_key(0, k)) for k in range(-500, 500)}) == 1000

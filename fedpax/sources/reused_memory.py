@@ -64,11 +64,6 @@ def _give_back(idle: list[_Memory], memory: _Memory) -> None:
         idle.append(memory)
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """Return an uninitialized array that JAX need not copy."""
-    return ReusedMemory().empty(shape, dtype)
-
-
 def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     """Return zeros that JAX need not copy; pages that nothing writes take no memory."""
     dtype = np.dtype(dtype)
@@ -94,20 +89,19 @@ def take_aligned(
     rows, owner = memory.array((len(indices), *values.shape[1:]), values.dtype)
     middle = len(rows) // 2
     padded = 0 if padding is None else np.count_nonzero(padding) * rows[0].nbytes
-    if padding is None or padded < _LONG_PADDING * len(padding):
-        padding = np.zeros(len(rows), np.bool_)
-    else:
-        padding = padding.ravel()
-        examples = np.flatnonzero(~padding)  # each thread gathers half of them
-        middle = int(examples[len(examples) // 2]) if len(examples) else middle
-    is_example, cleared = ~padding, padding & ~np.asarray(owner.zeros)
+    examples: NDArray[np.bool_] | None = None
+    if padding is not None and padded >= _LONG_PADDING * len(padding):
+        examples = ~padding.ravel()
+        cleared = ~(examples | owner.zeros)
+        if len(at := np.flatnonzero(examples)):  # each thread gathers half of them
+            middle = int(at[len(at) // 2])
     owner.zeros = False  # until all rows are written
 
     def take(part: slice) -> None:
-        for run in _runs(is_example, part):
+        for run in [part] if examples is None else _runs(examples, part):
             # "raise" would write to a buffer first.
-            np.take(values, indices[run], axis=0, out=rows[run], mode="clip")
-        for run in _runs(cleared, part):
+            values.take(indices[run], 0, rows[run], "clip")
+        for run in [] if examples is None else _runs(cleared, part):
             rows[run].view(np.uint8).fill(0)
 
     if rows.nbytes <= SHARED_BYTES:
@@ -118,15 +112,13 @@ def take_aligned(
             take(slice(0, middle))
             second_half.result()  # raises what `take` raised
     if read_only:
-        owner.zeros, rows.flags.writeable = padding, False
+        owner.zeros, rows.flags.writeable = examples is not None and ~examples, False
     return rows
 
 
 def _runs(mask: NDArray[np.bool_], part: slice) -> list[slice]:
     """Return the runs of True in a part of a mask."""
-    if (mask := mask[part]).all() or not mask.any():
-        return [part] if mask.all() else []
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)) + part.start
+    edges = np.flatnonzero(np.diff(mask[part], prepend=False, append=False)) + part.start
     return [slice(*run) for run in edges.reshape(-1, 2).tolist()]
 
 

@@ -19,6 +19,7 @@ from fedpax.data.rounds.labeled_examples import (
     pack_images,
     preprocess_images,
     scale_on_devices,
+    scale_pixels,
 )
 from fedpax.data.rounds.stream_parts import arrays_fingerprint, check_state, evenly_spaced
 from fedpax.errors import ArgumentError
@@ -26,7 +27,7 @@ from fedpax.populations.client_arrays import ContiguousClients, RaggedPartition
 from fedpax.populations.client_sampler import ClientSampler
 from fedpax.populations.partition import Partition, check_indices
 from fedpax.primitives.casts import checked_cast
-from fedpax.sources.reused_memory import ColumnReader, aligned_zeros
+from fedpax.sources.reused_memory import ColumnReader, ReusedMemory, aligned_zeros
 from fedpax.sources.shuffle import hash_key, shuffled_in
 
 Read = Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]
@@ -97,7 +98,9 @@ class CohortRounds:
         self._read = read
         self._population = population
         self._sampler = sampler
-        self._preprocess = preprocess
+        self._scales_images = preprocess is preprocess_images
+        self._preprocess = pack_images if self._scales_images else preprocess
+        self._scaled = ReusedMemory()
         self._num_devices, self._chunk_size = num_devices, chunk_size
         self._round = 0
         shape = sampler.cohort_size, max_steps, int(settings["batch_size"])
@@ -119,12 +122,11 @@ class CohortRounds:
         return {str(self.settings["source"]): f"{number} examples, {sample}, {clients}"}
 
     def __next__(self) -> Cohort:
-        return self._next(self._preprocess)
+        return self._next()
 
     def next_packed(self) -> Cohort:
         """Return the next cohort, with images of integers as uint8; its arrays can be read-only."""
-        preprocess = pack_images if self._scales_images else self._preprocess
-        return self._next(preprocess, read_only=True)
+        return self._next(packed=True)
 
     def unpack(self, cohort: Cohort) -> Cohort:
         """Complete a cohort of `next_packed` that is on the devices."""
@@ -133,19 +135,13 @@ class CohortRounds:
             return cohort
         return cohort._replace(batches={**cohort.batches, "image": scale_on_devices(image)})
 
-    @property
-    def _scales_images(self) -> bool:
-        return self._preprocess is preprocess_images
-
-    def _next(self, preprocess: Preprocess, *, read_only: bool = False) -> Cohort:
+    def _next(self, *, packed: bool = False) -> Cohort:
         client_ids, located = self._order(self._round)
         length = self.max_steps
         if self.pad_to == "round":
             longest = int(self._num_steps(located.sizes).max(initial=0))
             length = min(x for x in shorter_lengths(length) if x >= longest)
-        cohort = self._read_rows(
-            self._round, client_ids, located, length, preprocess, read_only=read_only
-        )
+        cohort = self._read_rows(self._round, client_ids, located, length, packed=packed)
         self._round += 1
         return cohort
 
@@ -167,7 +163,7 @@ class CohortRounds:
         """
         ids = np.asarray(client_ids, np.int64)
         steps = length or self.max_steps
-        return self._read_rows(round_number, ids, self._locate(ids), steps, self._preprocess)
+        return self._read_rows(round_number, ids, self._locate(ids), steps)
 
     def _locate(self, client_ids: NDArray[np.int64]) -> _Located:
         """Locate the examples of clients; an empty slot has none."""
@@ -200,9 +196,8 @@ class CohortRounds:
         client_ids: NDArray[np.int64],
         located: _Located,
         length: int,
-        preprocess: Preprocess,
         *,
-        read_only: bool = False,
+        packed: bool = False,
     ) -> Cohort:
         batch_size, local_epochs, seed = (
             int(self.settings[name]) for name in ("batch_size", "local_epochs", "seed")
@@ -246,7 +241,7 @@ class CohortRounds:
             # Or it is zeros, which `ColumnReader` can leave in used memory.
             indices = np.full(mask.shape, chosen.min() if len(chosen) else 0)
             indices[at] = chosen
-        batches = self._read_steps(indices, mask, steps, is_step, preprocess, read_only=read_only)
+        batches = self._read_steps(indices, mask, steps, is_step, packed=packed)
         return Cohort(
             batches,
             num_examples=checked_cast(np.minimum(sizes, row_slots), np.int32, "num_examples"),
@@ -260,9 +255,8 @@ class CohortRounds:
         mask: NDArray[np.bool_],
         steps: NDArray[np.int64],
         is_step: NDArray[np.bool_],
-        preprocess: Preprocess,
         *,
-        read_only: bool,
+        packed: bool,
     ) -> dict[str, NDArray[Any]]:
         """Read the examples of the steps, and fill all other steps of the batches with zeros."""
         padded, batch_size = is_step.shape, int(self.settings["batch_size"])
@@ -271,10 +265,12 @@ class CohortRounds:
         is_known = self._preprocess is dict or self._scales_images
         if isinstance(self._read, ColumnReader) and is_known and reads_all:
             padding = np.repeat(~is_step, batch_size, axis=1)
-            fields = self._read(indices, padding, read_only=read_only)
+            fields = self._read(indices, padding, read_only=packed)
         else:
             fields = self._read(indices)
-        fields = apply_preprocess(preprocess, fields, indices.size)
+        fields = apply_preprocess(self._preprocess, fields, indices.size)
+        if self._scales_images and not packed:
+            fields["image"] = scale_pixels(fields["image"], self._scaled)
         fields[MASK] = combine_masks(mask, fields.get(MASK))
         batches: dict[str, NDArray[Any]] = {}
         for name, values in fields.items():

@@ -14,7 +14,7 @@ from fedpax.data.rounds.documents import read
 from fedpax.data.rounds.stream_parts import check_sizes, qualified_name, source_name
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_cast, checked_tree, host_array
-from fedpax.sources.reused_memory import aligned_empty
+from fedpax.sources.reused_memory import ReusedMemory
 from fedpax.sources.source import Columns, Examples, as_examples, get_field
 
 LabeledArrays = dict[str, NDArray[Any]]
@@ -104,13 +104,20 @@ def read_batches(
     return [{name: x[k] for name, x in batches.items()} for k in range(len(places))]
 
 
-def scale_pixels(images: Num[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:
+def scale_pixels(
+    images: Num[np.ndarray, "*shape"], memory: ReusedMemory | None = None
+) -> Float32[np.ndarray, "*shape"]:
     """Convert images to float32: integers, 0 to 255, are divided by 255; floats are unchanged."""
     images = checked_pixels(images)
     if images.dtype != np.uint8:
         return images
-    scaled = aligned_empty(images.shape, np.float32)
-    return np.divide(images, np.float32(255), out=scaled, dtype=np.float32)
+    scaled = (memory or ReusedMemory()).empty(images.shape, np.float32)
+    pixels, out = images.ravel(), scaled.ravel()
+    for begin in range(0, len(out), 2**16):  # in the cache
+        block = out[begin : begin + 2**16]
+        block[:] = pixels[begin : begin + 2**16]
+        block /= np.float32(255)
+    return scaled
 
 
 def checked_pixels(

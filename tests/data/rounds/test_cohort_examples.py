@@ -7,7 +7,7 @@ from cohort_problem import keep_fields, problem
 
 from fedpax.data import load
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
-from fedpax.data.rounds.labeled_examples import preprocess_images
+from fedpax.data.rounds.labeled_examples import preprocess_images, scale_pixels
 from fedpax.populations.client_sampler import ClientSampler
 from fedpax.populations.partition import partition_by_field
 
@@ -142,6 +142,14 @@ def test_images_are_scaled_and_labels_are_int32():
     result = preprocess_images(fields)
     np.testing.assert_array_equal(result["image"], np.float32([[0, 1]]))
     assert result["label"].dtype == np.int32
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, 40_000), (2**16,), (7, 3, 5, 2)])
+def test_pixels_are_divided_by_255(shape):
+    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    for images in (pixels, pixels.T, pixels.astype(np.int32)):
+        expected = np.asarray(images.astype(np.float32) / np.float32(255))
+        np.testing.assert_array_equal(scale_pixels(images), expected, strict=True)
 
 
 def test_images_of_different_shapes_raise():

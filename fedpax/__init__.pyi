@@ -1,4 +1,4 @@
-"""The public names of fedpax for type checkers; `__init__.py` imports them on first use."""
+"""The public names of fedpax, for type checkers and `fedpax.lazy_names`."""
 
 from fedpax import aggregators as aggregators
 from fedpax import algorithms as algorithms

@@ -13,24 +13,33 @@ def public_names(namespace: Mapping[str, object]) -> list[str]:
 
 
 def lazy_names(
-    package: str, names: Mapping[str, str]
+    package: str,
 ) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
-    """Make `__all__`, `__getattr__` and `__dir__` of a package, from the names of each module.
+    """Make `__all__`, `__getattr__` and `__dir__` of a package from its `__init__.pyi`.
 
-    Type checkers read the names from its `__init__.pyi`, or from imports under `TYPE_CHECKING`.
+    Each line there imports a name `as` itself; type checkers read the same file. Packages inside
+    the package are attributes, and not in `__all__`.
     """
-    modules = {name: module for module, several in names.items() for name in several.split()}
+    modules = {}
+    with open(f"{sys.modules[package].__path__[0]}/__init__.pyi", encoding="utf-8") as stub:
+        for line in stub:
+            match line.split():
+                case ["from", module, "import", name, "as", _]:
+                    modules[name] = module
 
     def get(name: str) -> object:
         """Import a public name on first use."""
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(modules[name].partition(":")[0]), name)
+        home = modules[name]
+        if home == package:
+            return importlib.import_module(f"{package}.{name}")
+        value = getattr(importlib.import_module(home), name)
         setattr(sys.modules[package], name, value)
         return value
 
     def list_names() -> list[str]:
         """Return all names, imported or not."""
-        return sorted({*vars(sys.modules[package]), *modules})
+        return sorted({*modules, *(n for n in vars(sys.modules[package]) if n.startswith("__"))})
 
-    return sorted(modules), get, list_names
+    return sorted(name for name in modules if modules[name] != package), get, list_names

@@ -1,8 +1,11 @@
 """The installed package: its names, its versions, and imports without side effects."""
 
+import ast
+import importlib
 import importlib.metadata
 import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -69,8 +72,29 @@ def test_the_public_names_are_the_exported_ones_and_the_packages() -> None:
     packages = [name for name in sorted(public) if inspect.ismodule(getattr(fedpax, name))]
     assert public == {*fedpax.__all__, *packages}
     assert all(getattr(fedpax, name).__name__ == f"fedpax.{name}" for name in packages)
+    assert packages == [
+        module.name for module in pkgutil.iter_modules(fedpax.__path__) if module.ispkg
+    ]
     with pytest.raises(AttributeError, match="has no attribute 'importlib'"):
         _ = fedpax.importlib
+
+
+def test_every_name_of_a_stub_is_imported_on_first_use() -> None:
+    stubs = [*(ROOT / "fedpax").rglob("__init__.pyi"), ROOT / "experiments" / "__init__.pyi"]
+    assert len({*stubs}) >= 9
+    for stub in stubs:
+        parts = ["fedpax", *stub.parent.relative_to(ROOT).parts]
+        package = importlib.import_module(".".join(dict.fromkeys(parts)))
+        exported = {
+            alias.name: node.module
+            for node in ast.parse(stub.read_text()).body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if alias.name == alias.asname
+        }
+        assert package.__all__ == sorted(n for n, m in exported.items() if m != package.__name__)
+        assert exported.keys() <= {*dir(package)}
+        assert all(getattr(package, name) is not None for name in exported)
 
 
 def test_constraints_are_exact_versions_and_hold_no_address() -> None:

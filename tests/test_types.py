@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import fedpax
-
 ROOT = Path(__file__).parent.parent
 SCRIPT = Path(__file__).parent / "user_script.py"
 # Each line is an error, and would be none if the types of fedpax were unknown.
@@ -90,9 +88,3 @@ def test_type_checkers_accept_the_script_of_a_user(
         _, output = check(wrong)
         lines = {int(line) for line in re.findall(r"wrong\.py:(\d+):.* error: ", output)}
         assert lines == expected, output
-
-
-def test_the_stub_has_every_public_name_and_package() -> None:
-    stub = (Path(fedpax.__file__).parent / "__init__.pyi").read_text()
-    exported = re.findall(r"^from \S+ import (\w+) as \1$", stub, re.MULTILINE)
-    assert sorted(exported) == [name for name in dir(fedpax) if not name.startswith("_")]

@@ -37,6 +37,7 @@ def test_the_wheel_has_the_library_alone(wheel: Path) -> None:
     assert len(tops) == 2 and "fedpax" in tops, tops
     assert not [name for name in names if "benchmarks" in name or "/test_" in name]
     assert "fedpax/experiments/fedavg_images.py" in names and "fedpax/py.typed" in names
+    assert "fedpax/experiments/__init__.pyi" in names and "fedpax/sites/__init__.pyi" in names
     assert wheel.stat().st_size < 1.5e6
 
 

@@ -1,4 +1,4 @@
-"""The public names of engines for type checkers; `__init__.py` imports them on first use."""
+"""The public names of engines, for type checkers and `fedpax.lazy_names`."""
 
 from fedpax.deploy.artifacts import export_stages as export_stages
 from fedpax.deploy.artifacts import inspect_round as inspect_round

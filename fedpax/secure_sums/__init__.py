@@ -8,20 +8,6 @@
 Needs the package cryptography: `pip install "fedpax[sites]"` or `"fedpax[flower]"`.
 """
 
-from typing import TYPE_CHECKING
-
 from fedpax.lazy_names import lazy_names
 
-if TYPE_CHECKING:
-    from fedpax.secure_sums.arithmetic import SecureSumError as SecureSumError
-    from fedpax.secure_sums.coordinator_side import CoordinatorSide as CoordinatorSide
-    from fedpax.secure_sums.message import Message as Message
-    from fedpax.secure_sums.site_side import SiteSide as SiteSide
-
-_NAMES = {
-    "fedpax.secure_sums.arithmetic": "SecureSumError",
-    "fedpax.secure_sums.coordinator_side": "CoordinatorSide",
-    "fedpax.secure_sums.message": "Message",
-    "fedpax.secure_sums.site_side": "SiteSide",
-}
-__all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

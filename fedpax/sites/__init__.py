@@ -7,26 +7,12 @@
 """
 
 import importlib
-from typing import TYPE_CHECKING
 
 from fedpax.deprecation import warn_deprecated
 from fedpax.lazy_names import lazy_names
 
-if TYPE_CHECKING:
-    from fedpax.sites.site_process import JoinResult as JoinResult
-    from fedpax.sites.site_process import SyncerResult as SyncerResult
-    from fedpax.sites.update_filters import AcceptIf as AcceptIf
-    from fedpax.sites.update_filters import NormHistory as NormHistory
-    from fedpax.sites.update_filters import drop_harmful as drop_harmful
-    from fedpax.sites.update_filters import drop_large as drop_large
-    from fedpax.sites.update_filters import parse_accept_if as parse_accept_if
-
-_NAMES = {
-    "fedpax.sites.site_process": "JoinResult SyncerResult",
-    "fedpax.sites.update_filters": "AcceptIf NormHistory drop_harmful drop_large parse_accept_if",
-}
 # Its modules need the extra `sites`.
-__all__, _get, __dir__ = lazy_names(__name__, _NAMES)
+__all__, _get, __dir__ = lazy_names(__name__)
 
 
 def __getattr__(name: str) -> object:

@@ -14,22 +14,5 @@
 
 from fedpax.lazy_names import lazy_names
 
-_NAMES = {
-    "fedpax.run_files.configuration": "read_configuration with_seed write_configuration",
-    "fedpax.run_files.goodput": "GoodputClock",
-    "fedpax.run_files.metrics": "read_metrics select",
-    "fedpax.training.client_metrics": "ClientMetrics",
-    "fedpax.training.evaluation": "evaluate_by_client evaluator placed_evaluator",
-    "fedpax.training.exchanged_bytes": "with_exchanged_bytes",
-    "fedpax.training.experiment": (
-        "Experiment HeldoutMetrics Run Shardings StoredParams with_frozen_argument"
-    ),
-    "fedpax.training.round_logger": "NonFiniteError",
-    "fedpax.data.rounds.scheduled_rounds": "ScheduledRounds",
-    "fedpax.training.spikes": "RepeatedSpikesError",
-    "fedpax.training.trainer": "StorageError TrainingResult train",
-    "fedpax.training.training_config": "TrainingConfig",
-    "fedpax.training.virtual_time": "TimedSchedule with_virtual_seconds",
-}
 # Commands that do not train need not load the models.
-__all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

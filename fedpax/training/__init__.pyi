@@ -1,4 +1,4 @@
-"""The public names of training for type checkers; `__init__.py` imports them on first use."""
+"""The public names of training, for type checkers and `fedpax.lazy_names`."""
 
 from fedpax.data.rounds.scheduled_rounds import ScheduledRounds as ScheduledRounds
 from fedpax.run_files.configuration import read_configuration as read_configuration

@@ -168,7 +168,7 @@ FLAGS = {
     "norm_factor": Flag(
         "drop a site's reply whose norm is above this number of medians of recent norms",
         type=float,
-        least=0,
+        least=1,
     ),
     "accept_if": Flag(
         "drop replies that harm the model on the coordinator's data, by a rule such as loss+0.01"

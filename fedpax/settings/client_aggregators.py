@@ -198,7 +198,7 @@ def aggregator(function: str | Callable[..., Aggregator], **settings: Any) -> Ag
             ...
         fedpax.errors.ArgumentError: aggregator.trim_fraction=0.5: expected a number...
     """
-    return AggregatorConfig.of(function)(**settings)
+    return AggregatorConfig.configure(function, settings)
 
 
 def __getattr__(name: str) -> Any:

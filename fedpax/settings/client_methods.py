@@ -151,7 +151,8 @@ class MethodConfig(FunctionSettings):
             )
         if sent_exactly is None:
             return
-        made = [method(f) for f in self.functions().values()]
+        choices = map(MethodConfig.of, self.functions())
+        made = [choice() for choice in choices if not choice.required()]
         covered = [m for m in made if m.has_aggregator and m.sent_exactly is None]
         names = ", ".join(m.function.__name__.strip("_") for m in covered)
         raise ArgumentError(
@@ -199,7 +200,7 @@ def method(function: str | Callable[..., FederatedAlgorithm], **settings: Any) -
             ...
         fedpax.errors.ArgumentError: method.mu=-1.0: expected a finite number of at...
     """
-    return MethodConfig.of(function)(**settings)
+    return MethodConfig.configure(function, settings)
 
 
 def __getattr__(name: str) -> Any:

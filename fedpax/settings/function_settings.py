@@ -60,6 +60,24 @@ class FunctionSettings(CheckedConfig):
         return made
 
     @classmethod
+    def required(cls) -> list[str]:
+        """Return the names of the settings without a default."""
+        return [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+
+    @classmethod
+    def configure(cls, function: str | Callable[..., Any], settings: Mapping[str, Any]) -> Self:
+        """Return the settings of a function; raise if a required one has no value."""
+        made = cls.of(function)
+        if missing := [name for name in made.required() if name not in settings]:
+            name = made.function.__name__
+            raise ArgumentTypeError(
+                f"{cls.group}={name.strip('_')}: {', '.join(missing)} has no value and no default, "
+                f"expected one. Pass {missing[0]}=..., or add a row {name!r} to "
+                f"{cls.__name__}.defaults of {cls.__module__}."
+            )
+        return made(**settings)
+
+    @classmethod
     def chooser(cls) -> type["FunctionSettings"]:
         """Return the base class that lists the functions."""
         return next(base for base in reversed(cls.__mro__) if "given" in vars(base))

@@ -9,7 +9,7 @@ from fedpax.clients.cohort import Cohort
 from fedpax.errors import ArgumentError
 from fedpax.sites.downlink import WHOLE, make_codec
 from fedpax.sites.site_table import CLIENTS_PER_SITE, MOST_MISSED
-from fedpax.sites.update_filters import parse_accept_if
+from fedpax.sites.update_filters import check_guards
 
 
 class RoundRules(NamedTuple):
@@ -43,11 +43,7 @@ class RoundRules(NamedTuple):
                 f"weights={self.weights!r}, expected examples, equal or capped:N. Set for example "
                 "--weights=capped:1000."
             )
-        if self.norm_factor is not None and not self.norm_factor > 0:
-            raise ArgumentError(
-                f"norm_factor={self.norm_factor}, expected a number above 0. Set for example "
-                "--norm_factor=3."
-            )
+        check_guards(self.norm_factor, self.accept_if)
         if self.secure_sums and (self.accept_if or self.norm_factor):
             raise ArgumentError(
                 "secure_sums hides the replies of sites, and norm_factor and accept_if look at "
@@ -63,8 +59,6 @@ class RoundRules(NamedTuple):
                 f"min_sites={self.min_sites} with secure_sums, expected at least 3: from a sum of "
                 "two sites each learns the other's update. Set for example --min_sites=3."
             )
-        if self.accept_if:
-            parse_accept_if(self.accept_if)
 
 
 def weigh(cohort: Cohort, weights: str) -> Cohort:

@@ -29,6 +29,17 @@ class NormHistory(NamedTuple):
 NO_NORMS = NormHistory()
 
 
+def check_guards(norm_factor: float | None, accept_if: str | None) -> None:
+    """Check the rules of a run; a limit below the median would drop most updates."""
+    if norm_factor is not None and not 1 <= norm_factor < math.inf:
+        raise ArgumentError(
+            f"norm_factor={norm_factor}, expected a number of at least 1. Set for example "
+            "--norm_factor=3."
+        )
+    if accept_if:
+        parse_accept_if(accept_if)
+
+
 def drop_large(
     norms: Mapping[str, float],
     history: NormHistory = NO_NORMS,

@@ -140,6 +140,15 @@ def test_the_command_line_chooses_a_function_and_sets_its_fields(
     assert "method.strength=0.1: expected at least 0.5. Set --method.strength" in text
 
 
+@pytest.mark.usefixtures("listed")
+def test_a_setting_without_a_default_is_named_with_the_table_of_defaults() -> None:
+    words = "method=fedmine: strength has no value .* a row 'fedmine' to MethodConfig.defaults of"
+    with pytest.raises(TypeError, match=words):
+        method("fedmine")
+    with pytest.raises(ArgumentError, match="to one of apfl, ditto, fedac"):
+        method("scaffold").check_private("aggregator=private_mean", "control variates")
+
+
 def test_the_command_line_names_the_choices() -> None:
     with pytest.raises(ArgumentError, match=r"expected one of agno.* mean scaffold\?"):
         configure("fedavg_digits", ["--method=scafold"])
@@ -257,7 +266,7 @@ def test_every_field_has_a_text_and_every_choice_its_defaults(base) -> None:
         chosen = base.of(name)
         for field in dataclasses.fields(chosen):
             assert f"    {field.name}: " in inspect.getdoc(chosen)
-        assert chosen() == base.of(base.functions()[name])()
+        assert chosen() == base.configure(base.functions()[name], {})
 
 
 def test_fields_have_the_texts_of_the_arguments_that_they_set() -> None:

@@ -1,6 +1,7 @@
 """Guards in rounds over sites: a site that cheats is dropped, named and counted."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ def test_the_norms_outlive_the_process() -> None:
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ({"norm_factor": 0.0}, "expected a number above 0"),
+        ({"norm_factor": 0.5}, "expected a number of at least 1"),
+        ({"norm_factor": math.inf}, "expected a number of at least 1"),
         ({"accept_if": "loss"}, "is not a rule"),
     ],
 )

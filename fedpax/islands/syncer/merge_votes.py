@@ -9,12 +9,11 @@ import jax
 import numpy as np
 
 from fedpax.algorithm import Params
-from fedpax.errors import ArgumentError
 from fedpax.islands.syncer.members import IslandRecord
 from fedpax.islands.syncer.outer_model import Contribution, OuterModel
 from fedpax.islands.syncer.updates import Update
 from fedpax.sites.merge_guard import MergeGuard
-from fedpax.sites.update_filters import parse_accept_if
+from fedpax.sites.update_filters import check_guards
 
 Vote = Mapping[int, Sequence[Update]]
 """The updates of the islands that have one vote in a merge, by shard."""
@@ -103,13 +102,7 @@ class GuardRules(NamedTuple):
 
     def check(self) -> None:
         """Check the ranges."""
-        if self.norm_factor is not None and not 1 <= self.norm_factor < math.inf:
-            raise ArgumentError(
-                f"norm_factor={self.norm_factor}, expected a number of at least 1. Set for example "
-                "--norm_factor=3."
-            )
-        if self.accept_if:
-            parse_accept_if(self.accept_if)
+        check_guards(*self)
 
 
 NO_GUARDS = GuardRules()

@@ -159,9 +159,7 @@ class BatchWork(NamedTuple):
         groups = [tuple(decode_values(content).values()) for content in terms]
         if not groups:
             groups = [artifact.empty(stage)]
-        merge, merged = artifact.merge(stage), groups[0]
-        for more in groups[1:]:
-            merged = merge(merged, more)
+        merged: Sequence[Any] = functools.reduce(artifact.merge(stage), groups)
         return encode_list(merged)
 
     def start(self, arguments: bytes) -> Iterator[tuple[str, bytes]]:

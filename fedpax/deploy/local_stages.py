@@ -24,7 +24,7 @@ from fedpax.deploy.runtime import Artifact
 from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.transforms.out_of_core import out_of_core
 from fedpax.transforms.stage_noise import draw_noise
-from fedpax.transforms.stages import Request, Stages
+from fedpax.transforms.stages import Request, Stages, drive
 
 
 def run_local(
@@ -113,20 +113,14 @@ def _run(
     stages: Stages, args: Sequence[Any], participants: "_Participants | ParticipantProcesses"
 ) -> tuple[Any, dict[int, dict[str, Any]]]:
     """Return the result, and what each participant keeps."""
-    server = stages.run(*args)
-    reply: Any = None
-    while True:
-        try:
-            request = server.send(reply)
-        except StopIteration as end:
-            return end.value, participants.kept()
+
+    def answer(request: Request) -> tuple[Sequence[Any], list[jax.Array], list[int]]:
         answers = participants.answers(request)
-        merge = stages.merge(request.stage)
-        merged: Any = ()
-        for number, (terms, _) in enumerate(answers.values()):
-            merged = merge(merged, terms) if number else terms
-        shown = [shown for _, shown in answers.values()]
-        reply = merged, [jnp.stack(rows) for rows in zip(*shown, strict=True)], list(answers)
+        terms, shown = zip(*answers.values(), strict=True)
+        merged = functools.reduce(stages.merge(request.stage), terms)
+        return merged, [jnp.stack(rows) for rows in zip(*shown, strict=True)], list(answers)
+
+    return drive(stages.run(*args), answer), participants.kept()
 
 
 # ---- participants in their own processes: each has its values alone, and runs exported stages

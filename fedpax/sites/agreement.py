@@ -15,6 +15,7 @@ from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import QUESTION, ROUND, new_token
 from fedpax.training.progress import Progress
+from fedpax.transforms.stages import Request, drive
 
 Properties = Mapping[str, str | None]
 """Properties of a site that must be equal at all sites, in words, by name; None differs from none.
@@ -182,14 +183,8 @@ class Agreement:
         """Return the inputs; None if a site left or was refused."""
         agreement = self._experiment.agree([site.description for site in present])
         self._progress.note(f"{len(present)} sites agree on their inputs")
-        answer: Any = None
-        try:
-            while True:
-                answer = self._ask(agreement.send(answer), present)
-                if answer is None:
-                    break
-        except StopIteration as end:
-            inputs: Json = end.value
+        inputs: Json | None = drive(agreement, lambda question: self._ask(question, present))
+        if inputs is not None:
             for line in _lone_classes(inputs, present):
                 self._progress.note(line)
             return inputs
@@ -212,19 +207,17 @@ class Agreement:
         who = Participants(
             everyone, everyone, {n: entry[0] for n, entry in everyone.items()}, total
         )
-        server, token = question.stages.run(*question.args), new_token()
-        reply: Any = None
-        while True:
-            try:
-                request: Any = server.send(reply)
-            except StopIteration as end:
-                return end.value
+        token = new_token()
+
+        def answer(request: Request) -> tuple[Any, Any, list[int]] | None:
             header: dict[str, Any] = {"task": QUESTION, "settings": question.settings}
             header["num_clients"] = total
             replies = self._calls.ask(question.stages, request, token, header, who, len(present))
             if replies is None or len(without_faults(replies)) < len(present):
                 return None
-            reply = self._calls.merge(question.stages, request, replies, who)
+            return self._calls.merge(question.stages, request, replies, who)
+
+        return drive(question.stages.run(*question.args), answer)
 
     def settle_types(self, types: Json | None, number: int, least: int) -> bool:
         """Decide the types of a batch: as the experiment has them, or as most sites do."""

@@ -12,7 +12,7 @@ from fedpax.clients.cohort import Cohort
 from fedpax.errors import ConfigurationError
 from fedpax.sites.site_experiment import CoordinatorRun, Json
 from fedpax.sites.tasks import SHOWN, TERM, WORD, is_key
-from fedpax.transforms.client_stages import Stage
+from fedpax.transforms.client_stages import Stage, has_opened_noise
 from fedpax.transforms.coded_terms import CodedStage
 from fedpax.transforms.stages import Request, Stages, stages
 
@@ -150,9 +150,7 @@ def weighted_terms(stage: Stage) -> list[str]:
 
 def check_repeatable(divided: Stages, stage: int, number: int) -> None:
     """Raise if a round that ends before a stage has opened a private sum."""
-    noisy = divided.noisy_request
-    is_sent = noisy is not None and noisy <= stage
-    if is_sent or any(divided[earlier].noise for earlier in range(stage)):
+    if has_opened_noise(divided.noisy_request, [each.noise for each in divided], stage):
         raise ConfigurationError(
             f"round {number}: a site left after a private sum of an earlier stage was opened. The "
             "same round again would spend its epsilon twice, which the metric does not count. To "

@@ -1,5 +1,6 @@
 """One stage of a program over sites: what is asked of them, and the merge of their replies."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -257,12 +258,12 @@ class StageCalls:
         client, merge = divided.client(request.stage), divided.merge(request.stage)
         places = {n: {slot: k for k, slot in enumerate(own)} for n, (_, own) in known.items()}
         participants = [slot for chosen in slots.values() for slot in chosen]
-        merged: Any = None
-        for slot in participants:
+
+        def terms(slot: int) -> Sequence[Any]:
             values = {n: known[n][0][places[n][slot]] for n in known}
-            terms, _, _ = client(slot, request.shared, [x[slot] for x in request.rows], values)
-            merged = terms if merged is None else merge(merged, terms)
-        return merged, [], participants
+            return client(slot, request.shared, [x[slot] for x in request.rows], values)[0]
+
+        return functools.reduce(merge, map(terms, participants)), [], participants
 
     def merge(
         self, divided: Stages, request: Request, replies: Mapping[str, SiteReply], who: Participants

@@ -180,6 +180,11 @@ def first_noisy_request(
     return next((s.number for s in stages if noisy.intersection([*s.shared, *s.rows])), None)
 
 
+def has_opened_noise(noisy_request: int | None, noises: Sequence[Any], stage: int) -> bool:
+    """Return whether a round that repeats from a stage spends the epsilon of its noise twice."""
+    return (noisy_request is not None and noisy_request <= stage) or any(noises[:stage])
+
+
 class StageBuilder:
     """Makes the stages of a plan; `noise` has the standard deviations of own values."""
 

@@ -45,6 +45,18 @@ class Reply(NamedTuple):
     participants: Sequence[int]  # the indices of these participants, in the order of the rows
 
 
+def drive(server: Generator[Any, Any, Any], answer: Callable[[Any], Any]) -> Any:
+    """Answer each request of a generator, and return its result; None if an answer is None."""
+    reply = None
+    while True:
+        try:
+            request = server.send(reply)
+        except StopIteration as end:
+            return end.value
+        if (reply := answer(request)) is None:
+            return None
+
+
 class Stages:
     """A program divided into stages, as `fedpax.stages` makes it.
 

@@ -13,6 +13,7 @@ from fedpax.aggregators.sent_values import mark_server
 from fedpax.algorithms import fedavg, scaffold
 from fedpax.clients import client_store, gather_clients, scatter_clients
 from fedpax.deploy import run_local
+from fedpax.transforms.stages import drive
 
 REFUSED = {
     "nothing_of_the_map": "has none",
@@ -383,3 +384,12 @@ def test_an_effect_that_reads_the_data_is_told():
 
     with pytest.raises(ValueError, match=r"the server reads x \(test_stages.py:\d+\)"):
         fedpax.stages(watched, jnp.ones(3))
+
+
+def test_a_generator_is_answered_until_it_returns_or_an_answer_is_none():
+    def server():
+        first = yield 3
+        return first, (yield 4)
+
+    assert drive(server(), lambda request: 10 * request) == (30, 40)
+    assert drive(server(), {3: 30}.get) is None

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from fedpax.aggregators import Aggregator, mean
 from fedpax.primitives.map import federated_map
 from fedpax.transforms.program import program
+from fedpax.transforms.stages import drive
 
 _ROUNDING = 1e-6
 
@@ -108,19 +109,18 @@ def moments_of_blocks(
     if not num_columns:
         return Moments(np.zeros(0), np.zeros(0))
     steps = moments_steps(num_columns, bounds, limit=limit, least_deviation=least_deviation)
-    combined: Averages | None = None
-    while True:
-        try:
-            scaling = steps.send(combined)
-        except StopIteration as end:
-            moments: Moments = end.value
-            return moments
+
+    def combine(scaling: Scaling) -> Averages:
         sums = _no_sums(len(counts), num_columns)
         for values, clients in blocks():
             _add_sums(sums, scaling.apply(values), clients)
         averages = _divide(sums, counts)
         aggregate = jax.jit(averages_program(len(counts), aggregator, scaling.factor))
-        combined = aggregate(averages, np.float32(counts))
+        combined: Averages = aggregate(averages, np.float32(counts))
+        return combined
+
+    moments: Moments = drive(steps, combine)
+    return moments
 
 
 class Scaling(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -15,9 +16,12 @@ from fedpax.deploy.encoded_values import decode_list, decode_values, encode_list
 from fedpax.deploy.nodes.node_roster import Network, NodeReply, NodeRoster
 from fedpax.deploy.packets import Packet, one_line
 from fedpax.deploy.round_program import RoundProgram
+from fedpax.deploy.runtime import StageRequest
 from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.populations.client_sampler import ClientSampler
+from fedpax.transforms.client_stages import has_opened_noise
 from fedpax.transforms.stage_noise import draw_noise
+from fedpax.transforms.stages import drive
 
 POLL_SECONDS = 0.25
 _SECONDS_BETWEEN_HINTS = 60.0
@@ -215,15 +219,11 @@ class RoundServer:
         """Return the participants that were counted, and the results if they are a quorum."""
         artifact = self.program.artifact
         noise = draw_noise(artifact.manifest.get("noise", ()))  # of this attempt alone
-        server = artifact.run({**position.state, **noise})
         answering: list[int] = list(asked)
-        reply: Any = None
         index = {k: i for i, k in enumerate(asked)}
-        while True:
-            try:
-                request = server.send(reply)
-            except StopIteration as end:
-                return answering, end.value
+
+        def answer(request: StageRequest) -> tuple[Any, Any, list[int]] | None:
+            nonlocal answering
             shared = encode_list(request.shared)
             packets = {}
             for k in answering:
@@ -246,15 +246,17 @@ class RoundServer:
             answering, merged = self._sum(request.stage, asked, packets)
             if merged is None or len(answering) < self.quorum:
                 self._check_repeatable(position.round, request.stage)
-                return answering, None
-            reply = *merged, [index[k] for k in answering]
+                return None
+            return *merged, [index[k] for k in answering]
+
+        results = drive(artifact.run({**position.state, **noise}), answer)
+        return answering, results
 
     def _check_repeatable(self, number: int, stage: int) -> None:
         """Raise if a round has opened a private sum, before too few answered a later stage."""
         manifest = self.program.artifact.manifest
-        noisy = manifest.get("noisy_request")
-        is_sent = noisy is not None and noisy <= stage
-        if is_sent or any(each["noise"] for each in manifest["stages"][:stage]):
+        noises = [each["noise"] for each in manifest["stages"]]
+        if has_opened_noise(manifest.get("noisy_request"), noises, stage):
             raise RoundError(
                 f"Round {number}: fewer than {self.quorum} participants answered stage {stage}, "
                 "and an earlier stage has opened a private sum. The same round again would spend "
@@ -286,14 +288,12 @@ class RoundServer:
 
     def _merge(self, stage: int, answers: Sequence[Packet]) -> tuple[Sequence[Any], list[Any]]:
         """Merge terms in the order of participants: a rerun gives the same bits."""
-        merge = self.program.artifact.merge(stage)
-        total: Sequence[Any] = ()
-        shown: list[list[Any]] = []
-        for answer in answers:
-            terms, seen = (decode_list(x) for x in answer.arrays)
-            total = merge(total, terms) if shown else terms
-            shown.append(seen)
-        return total, [jnp.stack(rows) for rows in zip(*shown, strict=True)]
+        if not answers:
+            return (), []
+        decoded = [[decode_list(x) for x in answer.arrays] for answer in answers]
+        terms, shown = zip(*decoded, strict=True)
+        merged = functools.reduce(self.program.artifact.merge(stage), terms)
+        return merged, [jnp.stack(rows) for rows in zip(*shown, strict=True)]
 
     def _exchange(self, packets: Mapping[int, tuple[int, Packet]]) -> dict[int, Packet]:
         """Send a packet to each participant; return the answers that came in time."""

@@ -116,6 +116,8 @@ def _run(
 
     def answer(request: Request) -> tuple[Sequence[Any], list[jax.Array], list[int]]:
         answers = participants.answers(request)
+        if not answers:
+            return (), [], []
         terms, shown = zip(*answers.values(), strict=True)
         merged = functools.reduce(stages.merge(request.stage), terms)
         return merged, [jnp.stack(rows) for rows in zip(*shown, strict=True)], list(answers)

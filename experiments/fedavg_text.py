@@ -43,7 +43,7 @@ from fedpax.sites.site_files import FEDERATION
 from fedpax.training.experiment import Run
 from fedpax.training.training_config import TrainingConfig
 from fedpax.transport.admission import CheckedHeader
-from fedpax.user_files.formats import is_files
+from fedpax.user_files.folders import is_files
 
 MOST_STEPS = 1 << 20
 """Local steps of a round that a site can ask of all sites."""

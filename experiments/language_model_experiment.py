@@ -50,7 +50,8 @@ from fedpax.text.tokenizer_json import VOCAB_SIZE
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment
 from fedpax.user_files.file_remedies import with_flags
-from fedpax.user_files.formats import LoadOptions, is_files, parse_types
+from fedpax.user_files.folders import is_files
+from fedpax.user_files.formats import LoadOptions, parse_types
 from fedpax.user_paths import expand_home
 
 

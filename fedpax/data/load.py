@@ -15,7 +15,8 @@ from fedpax.sources.data_sets import (
     open_records,
 )
 from fedpax.sources.source import SUFFIX, Source
-from fedpax.user_files.formats import LoadOptions, is_files
+from fedpax.user_files.folders import is_files
+from fedpax.user_files.formats import LoadOptions
 from fedpax.user_paths import fill_in_split
 
 if TYPE_CHECKING:

@@ -6,11 +6,17 @@ from pathlib import Path
 
 from fedpax.errors import ArgumentError
 from fedpax.files import check_fetched, read_json
-from fedpax.user_files.finding import DataFile
+from fedpax.user_files.finding import PLACEHOLDER, DataFile, is_url
+from fedpax.user_files.formats import FIRST_SUFFIXES, FORMATS
+from fedpax.user_paths import expand_home
 
 PREPARED = "prepared.json"  # of `fedpax.data.prepare`
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of Hugging Face's save_to_disk
-_SUFFIXES = (".parquet", ".arrow", ".jsonl", ".csv")  # the first that a folder has is read
+_SUFFIXES = [  # the first that a folder has is read
+    FIRST_SUFFIXES[form]
+    for form in sorted(FIRST_SUFFIXES, key=lambda form: form.in_folder)
+    if form.in_folder
+]
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}$")
 _KEYWORDS = {
     "train": ("train", "training"),
@@ -26,6 +32,17 @@ def is_data_folder(folder: Path) -> bool:
     if (folder / PREPARED).is_file():
         return True
     return (folder / STATE).is_file() or (folder / SPLITS).is_file() or bool(_data_files(folder))
+
+
+def is_files(name: str) -> bool:
+    """Return whether a name for `load`, such as `./photos`, is files, and no data set of TFDS."""
+    file = DataFile(name, {})
+    is_pattern = "*" in name or PLACEHOLDER.search(name) is not None
+    if file.suffix in FORMATS or is_pattern or is_url(name) or name.startswith((".", "/", "~")):
+        return True
+    path = expand_home(name)
+    # A folder without data whose name could be TFDS's is another matter, such as a run's.
+    return path.is_file() or is_data_folder(path) or ("/" in name and path.is_dir())
 
 
 def find_in_folder(folder: Path, split: str | None) -> tuple[list[DataFile], bool]:

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from fedpax.checks import check_distinct
 from fedpax.errors import ArgumentError
-from fedpax.user_files.finding import PLACEHOLDER, DataFile, is_numbered, is_url
-from fedpax.user_files.folders import is_data_folder
-from fedpax.user_paths import expand_home
+from fedpax.user_files.finding import DataFile, is_numbered
 
 if TYPE_CHECKING:
     import pyarrow
@@ -19,23 +17,59 @@ IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 
 
 class Format(NamedTuple):
-    """The functions of `readers/` that read the files of a format, as `module:function`."""
+    """What is known of a format; functions of `readers/` are named as `module:function`."""
 
-    read: str
+    read: str  # reads a file
+    signature: bytes  # with which each file begins. b"": none
     stream: str | None = None  # reads a file in parts. None: files fit in memory
+    kind: str = ""  # names a file in messages, such as "a Parquet file"
     is_shard: bool = False  # a file is a part of a data set, not a client
     varies: bool = False  # an example can lack columns that others of its file have
+    can_omit: bool = False  # a file can lack columns whose values are all missing
+    misfit: str | None = None  # finds the first value of a column that is not of a type
+    size: str | None = None  # estimates the bytes of its columns. None: the bytes of the file
+    is_compressed: bool = False  # its columns take more bytes than the file
+    is_mapped: bool = False  # it is read from the disk where it is needed
+    in_folder: int = 0  # the place of its first suffix in the search of a folder. 0: it is not read
 
 
-CSV = Format("csv_files:read_csv", "csv_files:stream_csv")
-JSON_LINES = Format("json_files:read_json_lines", "json_files:stream_json_lines", varies=True)
-PARQUET = Format("arrow_files:read_parquet", "arrow_files:stream_parquet")
-ARROW = Format("arrow_files:read_arrow", "arrow_files:stream_arrow")
-TFRECORD = Format(
-    "tfrecord_files:read_tfrecord", "tfrecord_files:stream_tfrecord", is_shard=True, varies=True
+CSV = Format(
+    "csv_files:read_csv", b"", "csv_files:stream_csv", misfit="csv_hints:find_misfit", in_folder=4
 )
-HDF5 = Format("array_files:read_hdf5")
-IMAGE = Format("image_files:read_images")
+JSON_LINES = Format(
+    "json_files:read_json_lines",
+    b"",
+    "json_files:stream_json_lines",
+    varies=True,
+    can_omit=True,
+    in_folder=3,
+)
+PARQUET = Format(
+    "arrow_files:read_parquet",
+    b"PAR1",
+    "arrow_files:stream_parquet",
+    "a Parquet file",
+    size="arrow_files:parquet_bytes",
+    in_folder=1,
+)
+ARROW = Format(
+    "arrow_files:read_arrow",
+    b"ARROW1",
+    "arrow_files:stream_arrow",
+    "an Arrow file",
+    is_mapped=True,
+    in_folder=2,
+)
+TFRECORD = Format(
+    "tfrecord_files:read_tfrecord",
+    b"",
+    "tfrecord_files:stream_tfrecord",
+    is_shard=True,
+    varies=True,
+)
+HDF5 = Format("array_files:read_hdf5", b"\x89HDF", kind="an HDF5 file")
+IMAGE = Format("image_files:read_images", b"")
+ZIP = b"PK\x03\x04"
 
 FORMATS = {
     ".csv": CSV,
@@ -45,20 +79,25 @@ FORMATS = {
     ".pq": PARQUET,
     ".jsonl": JSON_LINES,
     ".ndjson": JSON_LINES,
-    ".json": Format("json_files:read_json", varies=True),
+    ".json": Format("json_files:read_json", b"", varies=True, can_omit=True),
     ".arrow": ARROW,
-    ".feather": ARROW,
-    ".npz": Format("array_files:read_npz"),
+    ".feather": ARROW._replace(is_mapped=False),  # it can be compressed
+    ".npz": Format("array_files:read_npz", ZIP, is_compressed=True),
     ".tfrecord": TFRECORD,
     ".tfrecords": TFRECORD,
-    ".tar": Format("tar_files:read_tar", "tar_files:stream_tar", is_shard=True, varies=True),
-    ".bin": Format("token_files:read_bin", is_shard=True),
-    ".npy": Format("token_files:read_npy", is_shard=True),
+    ".tar": Format("tar_files:read_tar", b"", "tar_files:stream_tar", is_shard=True, varies=True),
+    ".bin": Format("token_files:read_bin", b"", is_shard=True, is_mapped=True),
+    ".npy": Format(
+        "token_files:read_npy", b"\x93NUMPY", kind="a NumPy array", is_shard=True, is_mapped=True
+    ),
     ".h5": HDF5,
     ".hdf5": HDF5,
     **dict.fromkeys(IMAGES, IMAGE),
 }
 """The format of each suffix."""
+
+FIRST_SUFFIXES = {form: suffix for suffix, form in reversed(FORMATS.items())}
+"""The first suffix of each format."""
 
 FILE_NAME = (
     r".+\.(?:array_record|(?:"
@@ -119,26 +158,14 @@ Reader = Callable[[Any, ReadOptions], Any]
 """A function that reads a `DataFile` as a `pyarrow.Table`; for images it reads a list of files."""
 
 
-def is_files(name: str) -> bool:
-    """Return whether a name for `load`, such as `./photos`, is files, and no data set of TFDS."""
-    file = DataFile(name, {})
-    is_pattern = "*" in name or PLACEHOLDER.search(name) is not None
-    if file.suffix in FORMATS or is_pattern or is_url(name) or name.startswith((".", "/", "~")):
-        return True
-    path = expand_home(name)
-    # A folder without data whose name could be TFDS's is another matter, such as a run's.
-    return path.is_file() or is_data_folder(path) or ("/" in name and path.is_dir())
+def format_of(file: DataFile) -> Format:
+    """Return the format of a file; an empty row if its suffix is of none."""
+    return FORMATS.get(file.suffix, Format("", b""))
 
 
 def is_shard(file: DataFile) -> bool:
     """Return whether a file is a part of a data set, not a client: such parts have equal sizes."""
-    of_format = file.suffix in FORMATS and FORMATS[file.suffix].is_shard
-    return file.is_shard or of_format or is_numbered(file.name)
-
-
-def varies(file: DataFile) -> bool:
-    """Return whether a part of a file can lack columns that other parts have."""
-    return file.suffix in FORMATS and FORMATS[file.suffix].varies
+    return file.is_shard or format_of(file).is_shard or is_numbered(file.name)
 
 
 def is_image(file: DataFile) -> bool:
@@ -154,21 +181,21 @@ def find_reader(file: DataFile) -> Reader:
             "alone or before .gz, .zst or .bz2. "
             f"{SUFFIX_REMEDIES.get(file.suffix, 'Rename the file, or name others')}."
         )
-    return _import(FORMATS[file.suffix].read)
+    return find_function(FORMATS[file.suffix].read)
 
 
 def find_stream(file: DataFile) -> Reader | None:
     """Return the function that reads a file in parts, or None if its format is read at once."""
-    stream = FORMATS[file.suffix].stream if file.suffix in FORMATS else None
-    return None if stream is None else _import(stream)
+    stream = format_of(file).stream
+    return None if stream is None else find_function(stream)
 
 
-def _import(place: str) -> Reader:
-    module, _, function = place.partition(":")
-    reader: Reader = getattr(
-        importlib.import_module(f"fedpax.user_files.readers.{module}"), function
-    )
-    return reader
+def find_function(place: str) -> Callable[..., Any]:
+    """Import a function of `readers/`."""
+    file, _, name = place.partition(":")
+    module = importlib.import_module(f"fedpax.user_files.readers.{file}")
+    function: Callable[..., Any] = getattr(module, name)
+    return function
 
 
 # describe_contents: files that hold another format than their suffix says.
@@ -178,22 +205,15 @@ _SIGNATURES = {
     b"\x1f\x8b": ("is compressed by gzip", "Rename it to {path}.gz"),
     b"\x28\xb5\x2f\xfd": ("is compressed by zstd", "Rename it to {path}.zst"),
     b"BZh": ("is compressed by bzip2", "Rename it to {path}.bz2"),
-    b"PK\x03\x04": ("is a zip archive", "Extract it with unzip, and name the files in it"),
+    ZIP: ("is a zip archive", "Extract it with unzip, and name the files in it"),
     b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": ("is an Excel file", _SAVE_AS_CSV),
-    b"PAR1": ("is a Parquet file", "Give it the suffix .parquet"),
-    b"ARROW1": ("is an Arrow file", "Give it the suffix .arrow"),
-    b"\x89HDF": ("is an HDF5 file", "Give it the suffix .h5"),
     b"%PDF": ("is a PDF file", "Export the table as CSV"),
     b"SQLite format 3": ("is an SQLite database", "Export the table as CSV"),
-}
-_OWN = {  # what files of a suffix begin with
-    ".npz": b"PK\x03\x04",
-    ".parquet": b"PAR1",
-    ".pq": b"PAR1",
-    ".arrow": b"ARROW1",
-    ".feather": b"ARROW1",
-    ".h5": b"\x89HDF",
-    ".hdf5": b"\x89HDF",
+    **{
+        form.signature: (f"is {form.kind}", f"Give it the suffix {suffix}")
+        for form, suffix in FIRST_SUFFIXES.items()
+        if form.kind
+    },
 }
 _COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"BZh"}
 
@@ -239,8 +259,8 @@ def describe_contents(file: DataFile) -> str | None:
             "browser, and download the file itself."
         )
     for signature, (kind, remedy) in _SIGNATURES.items():
-        if head.startswith(signature) and _OWN.get(file.suffix) != signature:
-            if signature == b"PK\x03\x04" and (b"[Content_Types]" in head or b"xl/" in head):
+        if head.startswith(signature) and format_of(file).signature != signature:
+            if signature == ZIP and (b"[Content_Types]" in head or b"xl/" in head):
                 kind, remedy = "is an Excel file", _SAVE_AS_CSV
             return f"{path} {kind}, {expected}. {remedy.format(path=path)}."
     return None

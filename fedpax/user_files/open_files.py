@@ -24,7 +24,8 @@ from fedpax.user_files.arrow_numpy import (
     join_zeros,
     plain_types,
 )
-from fedpax.user_files.finding import CLIENT, check_copy, check_memory
+from fedpax.user_files.file_sizes import check_copy, check_memory
+from fedpax.user_files.finding import CLIENT
 from fedpax.user_files.formats import LoadOptions, ReadOptions
 from fedpax.user_files.held_out import add_partition, check_any, part_of_split, partition_prepared
 from fedpax.user_files.image_hashes import is_hash

@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from fedpax.errors import ArgumentError
 from fedpax.files import lock_file
-from fedpax.user_files.finding import estimate_bytes, is_url
+from fedpax.user_files.file_sizes import estimate_bytes
+from fedpax.user_files.finding import is_url
 from fedpax.user_files.formats import BadRows, LoadOptions, TypeChangedError
 from fedpax.user_files.prepared import open_prepared, write_prepared
 from fedpax.user_files.readers.image_files import describe_read

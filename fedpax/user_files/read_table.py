@@ -13,10 +13,11 @@ from fedpax.user_files.formats import (
     LoadOptions,
     ReadOptions,
     describe_contents,
+    find_function,
     find_reader,
     find_stream,
+    format_of,
     is_image,
-    varies,
 )
 from fedpax.user_files.image_hashes import is_hash, visible
 from fedpax.user_files.readers.image_files import decode_features
@@ -83,7 +84,7 @@ def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.
             f"{file.path} has several columns named {twice[0]!r}, expected different names. "
             f"{remedy}"
         )
-    needed = [*options.columns, *options.types] if not varies(file) else []
+    needed = [*options.columns, *options.types] if not format_of(file).varies else []
     if missing := [name for name in needed if name not in (*names, *options.optional)]:
         raise ArgumentError(
             f"{file.path} has no column {missing[0]!r}, expected one of "
@@ -140,9 +141,6 @@ def mark_clients(schema: pa.Schema) -> pa.Schema:
 def has_own_clients(schema: pa.Schema) -> bool:
     """Return whether `add_clients` has added the clients."""
     return CLIENT in schema.names and schema.field(CLIENT).metadata == _MARK
-
-
-_JSON = (".json", ".jsonl", ".ndjson")  # in which a missing name is a missing value
 
 
 def unify(
@@ -245,7 +243,7 @@ def _check_optional(
     column: str, file: DataFile, first: DataFile, together: pa.Schema, common: Sequence[str]
 ) -> None:
     """Raise an error for a column that a file lacks, unless the files are JSON."""
-    if file.suffix in _JSON and first.suffix in _JSON:
+    if format_of(file).can_omit and format_of(first).can_omit:
         return
     lacks, has = (file, first) if column in together.names else (first, file)
     raise ArgumentError(
@@ -272,12 +270,10 @@ def _join_fields(
         remedy = "Set image_size=(height, width) if they are images, or save one shape."
     known, misfit = seen[one.name], ""
     for texts, field, other in ((known, one, two), (file, two, one)):
-        is_csv = texts.suffix in (".csv", ".tsv", ".tab")
-        if is_csv and pa.types.is_string(field.type) and not pa.types.is_string(other.type):
-            from fedpax.user_files.readers.csv_hints import find_misfit
-
+        find = format_of(texts).misfit
+        if find and pa.types.is_string(field.type) and not pa.types.is_string(other.type):
             kind = pa.float64() if pa.types.is_integer(other.type) else other.type  # holds both
-            misfit = find_misfit(texts, one.name, kind)
+            misfit = find_function(find)(texts, one.name, kind)
     raise ArgumentError(
         f"The column {one.name!r} is {one.type} in {known.path} and {two.type} in {file.path}, "
         f"expected one type{misfit and f': {misfit}'}. {remedy}"

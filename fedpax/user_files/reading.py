@@ -17,7 +17,7 @@ from fedpax.user_files.arrow_numpy import (
     join_zeros,
 )
 from fedpax.user_files.finding import CLIENT, DataFile
-from fedpax.user_files.formats import BadRows, LoadOptions, ReadOptions, TypeChangedError, varies
+from fedpax.user_files.formats import BadRows, LoadOptions, ReadOptions, TypeChangedError, format_of
 from fedpax.user_files.held_out import part_of_split
 from fedpax.user_files.image_hashes import can_be_encoded
 from fedpax.user_files.read_table import (
@@ -68,7 +68,7 @@ class Reading:
         """Read the schema from the first part of each file, or from all parts."""
         self.join([self._group_schema(group, first_part) for group in self.groups])
         wanted = {*self._wanted().values()} - {None, *self._names()}
-        if first_part and wanted and any(varies(group[0]) for group in self.groups):
+        if first_part and wanted and any(format_of(group[0]).varies for group in self.groups):
             self.read_schema(first_part=False)
         if first_part and self._finds_images():
             self.read_schema(first_part=True)
@@ -229,8 +229,9 @@ class Reading:
 
 def unify_parts(file: DataFile, schemas: Sequence[pa.Schema]) -> pa.Schema:
     """Return the schema of a file from those of its parts."""
-    optional = {name for schema in schemas for name in schema.names} if varies(file) else ()
-    together = unify([file] * len(schemas), schemas, [*optional])
+    names = {name for schema in schemas for name in schema.names}
+    optional = [*names] if format_of(file).varies else []
+    together = unify([file] * len(schemas), schemas, optional)
     return mark_clients(together) if has_own_clients(schemas[0]) else together
 
 

@@ -357,12 +357,12 @@ def test_files_that_exceed_the_memory_are_told(
 ) -> None:
     table = pa.table({"x": np.zeros(100_000)})  # 1 KB in the file
     write(table, tmp_path / "a.parquet")
-    monkeypatch.setattr("fedpax.user_files.finding._available_bytes", lambda: 1000)
+    monkeypatch.setattr("fedpax.user_files.file_sizes._available_bytes", lambda: 1000)
     message = r"takes about 0.0 GB of memory.*fedpax prepare '.*a.parquet' --out=FOLDER"
     with pytest.raises(ValueError, match=message):
         load(tmp_path / "a.parquet")
     assert len(load(tmp_path / "a.parquet", columns=["x"])) == 100_000
-    monkeypatch.setattr("fedpax.user_files.finding._available_bytes", lambda: None)
+    monkeypatch.setattr("fedpax.user_files.file_sizes._available_bytes", lambda: None)
     assert len(load(tmp_path / "a.parquet")) == 100_000
 
 

@@ -16,7 +16,7 @@ from fedpax.data import (
     partition_iid,
     prepare,
 )
-from fedpax.user_files import finding, held_out
+from fedpax.user_files import file_sizes, held_out
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_clients_of_a_prepared_folder_are_those_of_the_function(
     assert source.fields == ("kind", "row", "client") and len(source) == 300
     np.testing.assert_array_equal(source.client_names, np.arange(9))
 
-    monkeypatch.setattr(finding, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(file_sizes, "_available_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"sort .*by_column by the clients .* takes 0.0 GB .*"):
         load(tmp_path / "by_column", partition="iid:5")
 

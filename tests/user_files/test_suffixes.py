@@ -85,6 +85,26 @@ def test_a_file_of_each_suffix_has_what_was_written(tmp_path: Path, suffix: str)
     np.testing.assert_array_equal(np.concatenate(values), x)
 
 
+# Binary files that begin with numbers, or with the name of a file.
+WITHOUT_SIGNATURE = {"tfrecord_files:read_tfrecord", "tar_files:read_tar", "token_files:read_bin"}
+
+
+@pytest.mark.parametrize("suffix", [s for s in FORMATS if s not in IMAGES])
+def test_a_file_with_the_suffix_of_csv_is_told_by_its_signature(
+    tmp_path: Path, suffix: str
+) -> None:
+    form = FORMATS[suffix]
+    WRITERS[form.read](np.arange(9), tmp_path / f"a{suffix}")
+    content = (tmp_path / f"a{suffix}").read_bytes()
+    assert content.startswith(form.signature)
+    if form.signature:
+        (tmp_path / "b.csv").write_bytes(content)
+        with pytest.raises(ValueError, match=f"b.csv is {form.kind or 'a zip archive'}, expected"):
+            load(tmp_path / "b.csv")
+    else:
+        assert content.isascii() or form.read in WITHOUT_SIGNATURE
+
+
 @pytest.mark.parametrize("suffix", IMAGES)
 def test_an_image_of_each_suffix_has_its_pixels(tmp_path: Path, suffix: str) -> None:
     x = np.random.default_rng(0).integers(0, 256, (5, 4), np.uint8)

@@ -23,8 +23,10 @@ from fedpax.data.tables.treatments import infer_treatment, infer_treatments
 from fedpax.data.tables.values import TextValues, is_date, is_missing, is_number, is_text
 from fedpax.errors import ArgumentError
 from fedpax.user_files.arrow_numpy import check_client_type, encode_values
-from fedpax.user_files.finding import CLIENT, estimate_bytes
-from fedpax.user_files.formats import LoadOptions, TypeChangedError, find_stream, is_files
+from fedpax.user_files.file_sizes import estimate_bytes
+from fedpax.user_files.finding import CLIENT
+from fedpax.user_files.folders import is_files
+from fedpax.user_files.formats import LoadOptions, TypeChangedError, find_stream
 from fedpax.user_files.held_out import add_partition, check_partition
 from fedpax.user_files.image_hashes import visible
 from fedpax.user_files.open_files import open_in_order

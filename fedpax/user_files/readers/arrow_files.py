@@ -13,6 +13,15 @@ _BATCH_BYTES = 1 << 23
 _BATCH_ROWS = 1 << 16
 
 
+def parquet_bytes(file: DataFile) -> int:
+    """Return the bytes of the columns of Parquet, as its metadata tell them."""
+    return _num_bytes(parquet.read_metadata(file.path))
+
+
+def _num_bytes(about: parquet.FileMetaData) -> int:
+    return sum(about.row_group(k).total_byte_size for k in range(about.num_row_groups))
+
+
 def read_parquet(file: DataFile, options: ReadOptions) -> pa.Table:
     """Read Parquet."""
     with file.open_seekable() as opened:
@@ -27,8 +36,7 @@ def stream_parquet(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
         content = parquet.ParquetFile(opened, pre_buffer=False)
         columns = _columns(content, options)
         about = content.metadata
-        size = sum(about.row_group(k).total_byte_size for k in range(about.num_row_groups))
-        rows = _BATCH_BYTES * about.num_rows // max(1, size)
+        rows = _BATCH_BYTES * about.num_rows // max(1, _num_bytes(about))
         for batch in content.iter_batches(min(_BATCH_ROWS, max(1, rows)), columns=columns):
             yield pa.Table.from_batches([batch])
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,25 +16,17 @@ from fedpax.data.rounds.labeled_examples import Arrays
 from fedpax.data.tables import Label, TableFeatures
 from fedpax.data.tables.prepared_table import PreparedTable, encode_table, fit_table, split_label
 from fedpax.errors import ArgumentError
-from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.experiments.parts.file_experiments import saved_content
-from fedpax.experiments.parts.over_sites import (
-    agree_on_features,
-    answer_on_features,
-    describe_site_table,
-    shared_table_properties,
-    stated_properties,
-)
+from fedpax.experiments.parts.tables_over_sites import TablesOverSites
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.settings.table_data import TableConfig
-from fedpax.sites.site_experiment import ClientRange, Question
 from fedpax.training.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FedAvgTable(FedAvgFiles):
+class FedAvgTable(TablesOverSites):
     """A model of a table's columns, trained on clients of different sizes.
 
     With `hidden_sizes=()` it is linear regression, or logistic regression for two or more classes,
@@ -103,18 +95,6 @@ class FedAvgTable(FedAvgFiles):
         """The columns and classes, as `saved_content` has them."""
         return saved_content(self.data, self.prepared.label, self.prepared.features)
 
-    def describe_inputs(self) -> dict[str, Any]:
-        """Return what a site tells of its columns."""
-        return describe_site_table(self.data, self.opened)
-
-    def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str | None]:
-        """Return the kinds of the label and of the columns of a site."""
-        return shared_table_properties(description)
-
-    def stated_properties(self) -> Mapping[str, str]:
-        """Return the kinds that the configuration states."""
-        return stated_properties(self.data)
-
     def blank_example(self) -> Arrays:
         """Return the features and the label of one example."""
         is_class = self.label.task == "classification"
@@ -122,17 +102,6 @@ class FedAvgTable(FedAvgFiles):
             "features": np.zeros((1, len(self.features.names)), np.float32),
             "label": np.zeros(1, np.int32 if is_class else np.float32),
         }
-
-    def agree(
-        self, descriptions: Sequence[Mapping[str, Any]]
-    ) -> Generator[Question, Any, Mapping[str, Any]]:
-        """Agree on the features, with means over the clients of all sites."""
-        return agree_on_features(self.data, self.aggregator, self.cohort.seed, descriptions)
-
-    def answer(self, settings: Mapping[str, Any], clients: ClientRange) -> Any:
-        """Average the columns that the coordinator asks for, for each client of this site."""
-        table, seed = self.opened, self.cohort.seed
-        return answer_on_features(self.data, table, self.aggregator, seed, settings, clients)
 
     @property
     def releases_before(self) -> int:

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from fedpax.errors import ArgumentError
-from fedpax.models.nnx_functional import FunctionalModel, functional_model
+from fedpax.models.nnx_functional import FunctionalModel, count_params, functional_model
 from fedpax.parallel.axes import partition_spec
 
 CPU_CACHE_ELEMENTS = 2**18
@@ -47,7 +47,7 @@ class MLPConfig:
 
     def num_params(self) -> int:
         """Count the parameters."""
-        return sum((a + 1) * b for a, b in itertools.pairwise(self.layer_sizes))
+        return count_params(mlp(self))
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,7 @@ class CNNConfig:
 
     def num_params(self) -> int:
         """Count the parameters."""
-        first, second = self.filters
-        convolutions = (9 * self.num_channels + 1) * first + (9 * first + 1) * second
-        return (
-            convolutions
-            + (self.pooled_dim + 1) * self.hidden_dim
-            + (self.hidden_dim + 1) * self.num_classes
-        )
+        return count_params(cnn(self))
 
 
 class MLP(nnx.Module):

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from fedpax.errors import ArgumentError
-from fedpax.models.nnx_functional import FunctionalModel, functional_model
+from fedpax.models.nnx_functional import FunctionalModel, count_params, functional_model
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,7 @@ class LSTMConfig:
 
     def num_params(self) -> int:
         """Count the parameters."""
-        embed, hidden = self.embed_dim, self.hidden_dim
-        *inputs, last = self.layer_inputs
-        layers = sum(4 * hidden * (features + hidden + 1) for features in inputs)
-        if self.has_projections:
-            layers += self.num_layers * (hidden + 1) * embed
-        return self.vocab_size * (embed + last + 1) + layers
+        return count_params(lstm(self))
 
     @property
     def layer_inputs(self) -> list[int]:

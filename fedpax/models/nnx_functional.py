@@ -32,6 +32,12 @@ class FunctionalModel(NamedTuple):
     bind: Callable[[Params], Any]
 
 
+def count_params(model: FunctionalModel) -> int:
+    """Count the parameters of a model."""
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
 def to_functional(constructor: Callable[..., nnx.Module]) -> FunctionalModel:
     """Turn a flax.nnx module into pure functions.
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from fedpax.errors import ArgumentError
-from fedpax.models.nnx_functional import FunctionalModel, functional_model
+from fedpax.models.nnx_functional import FunctionalModel, count_params, functional_model
 
 EPSILON = 1e-3
 """The term beside the variance in normalizations, as in the authors' library."""
@@ -72,13 +72,7 @@ class ResNetConfig:
 
     def num_params(self) -> int:
         """Count the parameters."""
-        widths = self.widths
-        convolutions = 49 * self.num_channels * self.filters
-        norms = 2 * widths[0] + 2 * widths[-1]  # after the first convolution, and at the end
-        for index, (a, b) in enumerate(itertools.pairwise(widths)):
-            convolutions += 9 * a * b + 9 * b * b + (a * b if a != b else 0)
-            norms += 2 * b + (2 * a if index else 0) + (2 * b if a != b else 0)
-        return convolutions + norms + (widths[-1] + 1) * self.num_classes
+        return count_params(resnet(self))
 
 
 class ResidualBlock(nnx.Module):

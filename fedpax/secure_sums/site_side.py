@@ -9,6 +9,7 @@ import numpy as np
 from fedpax.secure_sums.arithmetic import (
     SECRET_BYTES,
     SHARE_BYTES,
+    Codes,
     SecureSumError,
     add_mask,
     agree,
@@ -198,6 +199,46 @@ class SiteSide:
                 f"{count} sites are left in the sum {self.session!r}, expected at least {needed}. "
                 "Repeat the sum with the sites that answer"
             )
+
+
+class SiteSums:
+    """A site's part in one secure sum after another, each with secrets of its own."""
+
+    def __init__(self, least_sites: int, signer: Signer | None = None) -> None:
+        self._least, self._signer = least_sites, signer
+        self._side: SiteSide | None = None
+        self._values: Codes = {}
+
+    def knows(self, name: str, session: str) -> bool:
+        """Return whether a sum began in this process, as this site."""
+        return self._side is not None and (self._side.name, self._side.session) == (name, session)
+
+    def answer(
+        self,
+        name: str,
+        session: str,
+        request: Mapping[str, Any] | None,
+        encode: Callable[[], Codes] | None = None,
+    ) -> Message:
+        """Answer a request of the coordinator; `encode` makes the values that are summed."""
+        if request is None and (self._side is None or session != self._side.session):
+            self._values = {}  # those of an earlier sum are not sent again
+            self._side = SiteSide(
+                name,
+                session,
+                lambda: self._values,
+                least_sites=self._least,
+                signer=self._signer,
+            )
+        if self._side is None or not self.knows(name, session):
+            raise UnknownSumError("this process began after the sum")
+        if encode is not None:
+            self._values = encode()
+        return self._side.answer(None if request is None else Message(request))
+
+
+class UnknownSumError(SecureSumError):
+    """A request of a sum whose secrets this process, or this site, does not have."""
 
 
 def _to_words(name: str, array: np.ndarray) -> np.ndarray:

@@ -16,11 +16,14 @@ from fedpax.secure_sums.arithmetic import (
     EXACT_WORDS,
     WORDS,
     NotSummableError,
+    SecureSumError,
     from_words,
     to_exact_words,
     to_words,
 )
+from fedpax.secure_sums.coordinator_side import CoordinatorSide
 from fedpax.secure_sums.message import Message
+from fedpax.secure_sums.site_side import SiteSums
 from fedpax.sites.downlink import SMALLEST, WHOLE, make_codec, whole
 from fedpax.sites.site_experiment import Json
 from fedpax.sites.task_exchange import TaskExchange
@@ -30,7 +33,6 @@ from fedpax.transforms.stages import Stages
 from fedpax.transport.calls import RefusedError
 
 if TYPE_CHECKING:
-    from fedpax.secure_sums import SiteSide
     from fedpax.secure_sums.roster import Signer
 
 
@@ -44,41 +46,19 @@ class SecretTerms:
     """A site's part in the secure sums of its rounds."""
 
     def __init__(self, name: str, least_sites: int = 0, signer: "Signer | None" = None) -> None:
-        self._name, self._least, self._signer = name, least_sites, signer
-        self._session, self._values = "", dict[str, np.ndarray]()
-        self._side: SiteSide | None = None
+        self._name, self._least = name, least_sites
+        self._sums = SiteSums(least_sites or 3, signer)
 
     def answer(self, header: Json) -> Json:
         """Answer a phase in which no values are sent."""
-        from fedpax.secure_sums import SecureSumError, SiteSide
-
-        request = header["request"]
-        if request is None and header["session"] != self._session:
-            self._session, self._values = header["session"], {}
-            self._side = SiteSide(
-                self._name,
-                self._session,
-                lambda: self._values,
-                least_sites=self._least or 3,
-                signer=self._signer,
-            )
-        if not self.knows(header["session"]):
-            return {"fault": "this process began after the sum"}
-        assert self._side is not None
         try:
-            answer = self._side.answer(None if request is None else Message(request))
+            answer = self._sums.answer(self._name, header["session"], header["request"])
         except SecureSumError as error:
             return {"fault": str(error)}
         return {"answer": dict(answer.header)}
 
-    def knows(self, session: str) -> bool:
-        """Whether a sum began in this process."""
-        return self._side is not None and session == self._session
-
     def send(self, header: Json, fields: Json, arrays: Arrays) -> tuple[Json, Arrays]:
         """Return the fields and the arrays of a reply: under masks, if the task asks for a sum."""
-        from fedpax.secure_sums import SecureSumError
-
         if "request" not in header:
             if self._least:
                 raise RefusedError(
@@ -86,14 +66,15 @@ class SecretTerms:
                     f"has --only_sums_of={self._least}. Start `fedpax syncer` with --secure_sums."
                 )
             return fields, arrays
-        if not self.knows(header["session"]):
-            return {"fault": "this process began after the sum"}, {}
-        assert self._side is not None
+        # Squares of columns are of any size, and models are large.
+        to = to_exact_words if header["task"] == QUESTION else to_words
+
+        def encode() -> dict[str, np.ndarray]:
+            return numbered(TERM, [to(x) for x in in_order(TERM, arrays)])
+
+        session, request = header["session"], header["request"]
         try:
-            # Squares of columns are of any size, and models are large.
-            encode = to_exact_words if header["task"] == QUESTION else to_words
-            self._values = numbered(TERM, [encode(x) for x in in_order(TERM, arrays)])
-            answer = self._side.answer(Message(header["request"]))
+            answer = self._sums.answer(self._name, session, request, encode)
         except (SecureSumError, NotSummableError) as error:
             return {"fault": str(error)}, {}
         return {**fields, "answer": dict(answer.header)}, answer.arrays
@@ -131,8 +112,6 @@ def ask_for_sums(
 ) -> dict[str, SiteReply] | None:
     """Ask sites as `TaskExchange.ask`, for the sum of their terms alone, in the first reply."""
     # Malformed or unsigned answers are left out; too few sites or clients raise a `SecureSumError`.
-    from fedpax.secure_sums import CoordinatorSide, SecureSumError
-
     session = f"{exchange.run} {task.token} {task.header['stage']}"
     words = EXACT_WORDS if task.header["task"] == QUESTION else WORDS
     shapes = {f"{TERM} {i}": (*v.shape, words) for i, v in enumerate(stage.terms)}

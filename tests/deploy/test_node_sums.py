@@ -17,7 +17,7 @@ from fedpax.algorithm import FederatedAlgorithm
 from fedpax.deploy.encoded_values import decode_values
 from fedpax.deploy.flower.app import train
 from fedpax.deploy.flower.app_files import RESULTS
-from fedpax.deploy.nodes.node_sums import ServerSums
+from fedpax.deploy.nodes.node_sums import NodeSums, ServerSums
 from fedpax.deploy.nodes.round_server import RoundError, RoundServer, Rules
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import pack_program, parse_program
@@ -170,9 +170,12 @@ def test_a_process_that_began_after_the_sum_is_told(tmp_path):
     packet = next(
         p for _, p in network.log if "request" in p.values and p.values["request"] != "null"
     )
-    network.programs[100]._sums._session = "another"
+    network.programs[100]._sums = NodeSums(3)
     answer = network.programs[100].answer(packet, {"partition-id": 0})
     assert "this process began after the sum" in answer.values["refusal"]
+    reveal = {"participant": 0, "session": "s", "request": '{"phase": "reveal"}'}
+    with pytest.raises(FedpaxError, match="began after the sum"):  # and no epsilon is counted
+        NodeSums(3).answer(reveal, before_opening=pytest.fail)
     assert server.values(3) == {}
 
 

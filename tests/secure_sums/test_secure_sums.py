@@ -1,9 +1,12 @@
 """Secure sums: equal to sums by NumPy for each set of dropouts, and what the coordinator sees."""
 
+import functools
 import hashlib
 import itertools
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,7 @@ import fedpax
 from fedpax.aggregators import secure_mean
 from fedpax.aggregators.secure_mean import FixedPoint
 from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSide, arithmetic
+from fedpax.secure_sums.site_side import SiteSums, UnknownSumError
 from fedpax.transport.certificates import make_certificates, read_certificates
 from fedpax.transport.signed_keys import CertificateSigner
 
@@ -166,6 +170,30 @@ def test_values_can_be_made_when_they_are_needed() -> None:
     assert not calls
     coordinator = run(sites, {}, CoordinatorSide("s", "abc"))
     assert len(calls) == 3
+
+
+def test_a_site_has_secrets_and_values_of_its_own_in_each_sum() -> None:
+    sums = {name: SiteSums(3) for name in "abc"}
+
+    def sites(session: str, values: Any) -> Any:
+        def answer(name: str, request: Message | None) -> Message:
+            header = None if request is None else request.header
+            encode = values and (lambda: values[name])
+            return sums[name].answer(name, session, header, encode)
+
+        return {n: SimpleNamespace(answer=functools.partial(answer, n)) for n in sums}
+
+    first = sums["a"].answer("a", "s", None).header["keys"]
+    coordinator = run(sites("s", VALUES))
+    np.testing.assert_array_equal(coordinator.total["x"], true_sum(VALUES, "abc")["x"])
+    assert sums["a"].answer("a", "s", None).header["keys"] == first
+    unmade = run(sites("t", None), {}, CoordinatorSide("t", "abc"))
+    assert not unmade.total  # the values of the first sum are not sent again
+    assert sums["a"].answer("a", "t", None).header["keys"] != first
+    for name, session, request in (("a", "s", {"phase": "reveal"}), ("b", "t", None)):
+        assert not sums["a"].knows(name, session)
+        with pytest.raises(UnknownSumError, match="this process began after the sum"):
+            sums["a"].answer(name, session, request)
 
 
 def test_floats_are_averaged_as_by_secure_mean() -> None:

@@ -25,12 +25,13 @@ from fedpax.secure_sums.arithmetic import (
     from_words,
     to_words,
 )
+from fedpax.secure_sums.coordinator_side import CoordinatorSide
 from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.roster import MAX_SITES
+from fedpax.secure_sums.site_side import SiteSums, UnknownSumError
 
 if TYPE_CHECKING:
     from fedpax.deploy.nodes.round_server import Network
-    from fedpax.secure_sums.site_side import SiteSide
 
 
 LEAST_PARTICIPANTS = 3
@@ -107,9 +108,7 @@ class NodeSums:
     """A node's part in secure sums."""
 
     def __init__(self, least: int) -> None:
-        self._least = max(least, LEAST_PARTICIPANTS)
-        self._session, self._terms = "", dict[str, np.ndarray]()
-        self._side: SiteSide | None = None
+        self._sums = SiteSums(max(least, LEAST_PARTICIPANTS))
 
     def answer(
         self,
@@ -118,29 +117,24 @@ class NodeSums:
         before_opening: Callable[[], None] = lambda: None,
     ) -> Packet:
         """Answer a packet of a sum."""
-        from fedpax.secure_sums.site_side import SiteSide
-
-        session, request = str(values["session"]), json.loads(str(values["request"]))
-        if request is None and session != self._session:
-            self._session, self._terms = session, {}
-            name = str(values["participant"])
-            self._side = SiteSide(name, session, lambda: self._terms, least_sites=self._least)
-        is_known = self._side is not None and session == self._session
-        if self._side is None or not is_known or self._side.name != str(values["participant"]):
-            raise SecureSumError(
-                "this process began after the sum, or another one has its secrets, as in a "
-                "simulation: there, run with --run-config 'secure-protocol=\"secagg+\"'"
-            )
-        if terms is not None:
-            try:
-                self._terms = {str(i): to_words(x) for i, x in enumerate(terms)}
-            except NotSummableError as error:
-                raise SecureSumError(
-                    f"a term of this participant cannot be summed: {error}"
-                ) from error
-        if isinstance(request, dict) and request.get("phase") == "reveal":
+        name, session = str(values["participant"]), str(values["session"])
+        request = json.loads(str(values["request"]))
+        is_reveal = isinstance(request, dict) and request.get("phase") == "reveal"
+        if is_reveal and self._sums.knows(name, session):
             before_opening()
-        answer = self._side.answer(None if request is None else Message(request))
+
+        def encode() -> dict[str, np.ndarray]:
+            return {str(i): to_words(x) for i, x in enumerate(terms or ())}
+
+        try:
+            answer = self._sums.answer(name, session, request, None if terms is None else encode)
+        except UnknownSumError as error:
+            raise SecureSumError(
+                f"{error}, or another one has its secrets, as in a simulation: there, run with "
+                "--run-config 'secure-protocol=\"secagg+\"'"
+            ) from error
+        except NotSummableError as error:
+            raise SecureSumError(f"a term of this participant cannot be summed: {error}") from error
         arrays = [encode_values(dict(answer.arrays))] if answer.arrays else []
         return Packet({"answer": json.dumps(dict(answer.header))}, arrays)
 
@@ -167,8 +161,6 @@ class ServerSums:
         seconds: float | None,
     ) -> tuple[list[int], list[Any]]:
         """Sum the terms of nodes, as `round_server.SecureSum` says."""
-        from fedpax.secure_sums.coordinator_side import CoordinatorSide
-
         # Each attempt has its own session: a participant masks its terms once in a session.
         session = secrets.token_hex(16)
         nodes = {str(packet.values["participant"]): node for node, packet in packets.items()}

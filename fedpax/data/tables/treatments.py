@@ -305,7 +305,8 @@ def _check_kind(treatment: Treatment, column: Any) -> None:
     if kind == "date" and not (is_date(column.type) or is_number(column.type) or dtype == "null"):
         raise ArgumentError(
             f"data.columns states {name}=date, but its values are {dtype}, expected dates, times "
-            "or numbers. Write them as 2024-12-31, or state another kind."
+            f"or numbers. Set --data.types '{name}=timestamp[s]' for texts such as 2024-12-31 "
+            "08:30:00, or state another kind."
         )
     if kind == "boolean" and dtype not in ("bool", "null"):
         values = set(encode_texts(column)[0])

@@ -120,6 +120,7 @@ def test_the_mean_of_a_boolean_is_an_old_name_of_false() -> None:
         (["note=number"], r"note=number, but its values are not numbers .*note=category"),
         (["kön=boolean"], "kön=boolean, but it has the value 'kvinna'"),
         (["smoker=date"], "smoker=date, but its values are bool"),
+        (["note=date"], r"note=date, but .* Set --data.types 'note=timestamp\[s\]' for texts"),
     ],
 )
 def test_treatments_that_do_not_fit_raise(stated: list[str], message: str) -> None:

@@ -255,3 +255,49 @@ def test_the_start_tells_how_clients_are_sampled(folder: Path) -> None:
     notes = dataclasses.replace(experiment, cohort=cohort).build().notes
     number = len(experiment.training_parts)
     assert f"a round has each of all {number} clients with probability 0.25" in notes[-1]
+
+
+def test_the_range_of_a_label_holds_everywhere(folder: Path, tmp_path: Path) -> None:
+    stated = ("outcome=left_out", "score=number(8..12)", "age=number(40..70)")
+    experiment = make(folder, "score", columns=stated)
+    prepared, opened = experiment.prepared, experiment.opened
+    values = np.asarray(opened.columns["score"], np.float64)
+    clipped = np.clip(values, 8, 12)
+    kept = clipped[opened.training]
+    label = prepared.label
+    assert np.allclose([label.mean, label.scale], [kept.mean(), kept.std()], rtol=1e-4)
+    scaled = (clipped - label.mean) / label.scale
+    assert np.allclose(prepared.labels, scaled, atol=1e-5)
+    assert np.allclose(prepared.examples["label"], scaled, atol=1e-5)
+
+    # Metrics of the model 0, which predicts the mean.
+    run = experiment.build()
+    params = jax.jit(run.init)(jax.random.key(0))
+    error = np.sqrt(np.mean((clipped[opened.heldout] - label.mean) ** 2))
+    assert run.evaluate is not None and run.evaluate_clients is not None
+    assert run.evaluate(params)["rmse"] == pytest.approx(error, rel=1e-4)
+    by_client = run.evaluate_clients(params)
+    for name, rmse in zip(by_client.names, by_client.metrics["rmse"], strict=True):
+        own = opened.heldout & (np.array(opened.names)[opened.owners] == name)
+        if own.any():
+            assert rmse == pytest.approx(np.sqrt(np.mean((clipped[own] - label.mean) ** 2)), 1e-4)
+
+    # The model keeps the range, and each value beyond it is counted.
+    experiment.write_inputs(tmp_path)
+    again = make(folder, "score", columns=stated)
+    again.read_inputs(tmp_path)
+    assert np.array_equal(again.prepared.labels, prepared.labels)
+    content = json.loads((tmp_path / "table.json").read_text("utf-8"))
+    del content["label"]["bounds"]  # an earlier version clipped the label for its mean alone
+    (tmp_path / "table.json").write_text(json.dumps(content), "utf-8")
+    old = make(folder, "score", columns=stated)
+    old.read_inputs(tmp_path)
+    assert np.allclose(old.prepared.labels, (values - label.mean) / label.scale, atol=1e-5)
+    age = np.ma.filled(opened.columns["age"].to_numpy(), 50)
+    outside = [int(((age < 40) | (age > 70)).sum()), int((clipped != values).sum())]
+    (line,) = run.cautions
+    assert min(outside) and line == (
+        "values beyond the stated ranges, clipped to them: "
+        f"{outside[0]} of 214 of 'age', {outside[1]} of 214 of 'score'"
+    )
+    assert again.build().cautions == run.cautions and line in run.notes

@@ -161,7 +161,7 @@ def description() -> dict[str, Any]:
     column |= {"bounds": None, "reason": "number"}
     sex = {**column, "name": "sex", "kind": "category", "missing": "category", "reason": "category"}
     label = {"name": "y", "task": "classification", "classes": ["0", "1"], "mean": 0.0}
-    label |= {"scale": 1.0, "reason": "integers", "stated": False}
+    label |= {"scale": 1.0, "reason": "integers", "bounds": None, "stated": False}
     return {
         "clients": 2,
         "columns": [column, sex],

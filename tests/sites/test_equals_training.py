@@ -123,6 +123,34 @@ def test_a_site_tells_which_missing_values_it_fills(
     assert len(filled) == 1 and "12 of 'age' become the mean" in filled[0]
 
 
+def test_the_range_of_a_label_holds_at_sites(tmp_path: Path, notes: list[str]) -> None:
+    write_hospitals(tmp_path / "data", {"a": (40, 25), "b": (33,)})
+    path = next((tmp_path / "data" / "b").iterdir())
+    head, *rows = [line.split(",") for line in path.read_text().splitlines()]
+    place = head.index("age")
+    for row in rows:  # in months
+        row[place] = str(12 * float(row[place] or 50))
+    path.write_text("".join(",".join(row) + "\n" for row in [head, *rows]))
+
+    def make(*files: str) -> FedAvgTable:
+        base = experiment(*files, columns=("age=number(0..120)",))
+        return dataclasses.replace(
+            base, data=dataclasses.replace(base.data, label="age", missing_label="skip")
+        )
+
+    outcome = run(make(), {s: make(f"{tmp_path}/data/{s}/*.csv") for s in "ab"}, tmp_path / "runs")
+    told = [line for line in notes if line.startswith("values beyond the stated ranges")]
+    assert told == ["values beyond the stated ranges, clipped to them: 33 of 33 of 'age'"]
+    saved = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    sent = [part for line in outcome.lines.values() for part in (*line.sent, *line.received)]
+    assert saved and sent
+    assert not any(b"beyond the" in part for part in (*sent, *(p.read_bytes() for p in saved)))
+    whole = make(f"{tmp_path}/data/*/*.csv")
+    assert np.ptp(whole.prepared.labels[whole.opened.owners == 2]) == 0
+    for leaf, other in zip(outcome.params, train_together(whole, 3), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_equals_training_on_all_images(tmp_path: Path) -> None:
     random = np.random.default_rng(0)

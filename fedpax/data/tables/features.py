@@ -17,6 +17,7 @@ from fedpax.data.tables.fitted_column import (
     FittedColumn,
     bounded_numbers,
     checked_missing,
+    count_beyond,
     count_unknown,
 )
 from fedpax.data.tables.moments import Moments, moments_of_blocks, moments_of_ranges
@@ -48,8 +49,9 @@ class TableFeatures:
         """Return the features of some examples from their columns by name.
 
         Values of an absent column are missing. A missing value has its own feature if training
-        clients missed values of the column. Else it is filled, which the log tells: a number by the
-        mean, a boolean by false, and a category by 0 in all of its features.
+        clients missed values of the column. Else it is filled: a number by the mean, a boolean by
+        false, and a category by 0 in all of its features. The log tells how many values are filled,
+        and how many are beyond a stated range, and clipped to it.
 
         Raises:
             ValueError: a value is missing and its treatment is "error", or a number is too large.
@@ -70,20 +72,23 @@ class TableFeatures:
         return np.concatenate(encoded, axis=1) if encoded else np.zeros((size, 0), np.float32)
 
     def describe_new_values(self, table: Mapping[str, Any]) -> tuple[str, ...]:
-        """Describe how many values no training client has, and so have no feature."""
-        filled, unknown, names = [], [], {*table}
+        """Describe how many values are clipped, or have no feature: no training client has them."""
+        filled, unknown, clipped, names = [], [], [], {*table}
         for column in self.columns:
             name, size = column.treatment.name, len(next(iter(table.values())))
             pieces = arrow_pieces(table[name]) if name in names else []
             if not column.has_missing and column.treatment.missing != "error":
                 count = sum(int(is_missing(x).sum()) for x in pieces) if pieces else size
                 filled += [f"{count:,} of {name!r} become {column.fill}"] * bool(count)
+            if count := count_beyond(column.treatment, pieces):
+                clipped.append(f"{count:,} of {size:,} of {name!r}")
             if column.treatment.kind == "category" and not column.has_other:
                 count, first = count_unknown(column.categories, pieces)
                 unknown += [f"{count:,} of {name!r}, such as {first!r}"] * bool(count)
         lines = (
             ("missing values, of which training has none: ", filled),
             ("categories that training does not have, and that have no feature: ", unknown),
+            ("values beyond the stated ranges, clipped to them: ", clipped),
         )
         return tuple(start + _first_of(columns) for start, columns in lines if columns)
 

@@ -113,6 +113,15 @@ def count_unknown(categories: Sequence[str], pieces: Sequence[Any]) -> tuple[int
     return count, first
 
 
+def count_beyond(treatment: Treatment, pieces: Sequence[Any]) -> int:
+    """Count the values of a column beyond its stated range, which are clipped to it."""
+    if treatment.bounds is None:
+        return 0
+    low, high = treatment.bounds
+    values = (_checked_numbers(treatment, piece) for piece in pieces)
+    return sum(int(((x < low) | (x > high)).sum()) for x in values)
+
+
 def checked_missing(treatment: Treatment, column: Any) -> Bool[np.ndarray, " examples"]:
     """Return where a column has no value, or raise if its treatment is "error"."""
     missing = is_missing(column)
@@ -128,13 +137,7 @@ def checked_missing(treatment: Treatment, column: Any) -> Bool[np.ndarray, " exa
 
 def bounded_numbers(treatment: Treatment, column: Any) -> Float64[np.ndarray, " examples"]:
     """Return the numbers of a column within its bounds; NaN where one is missing."""
-    try:
-        values = numbers(column)
-    except ArgumentError as error:
-        raise ArgumentError(
-            f"The column {treatment.name!r} has a value that is no number, expected "
-            f"{treatment.describe()}, as in training ({error}). Correct it."
-        ) from None
+    values = _checked_numbers(treatment, column)
     if treatment.bounds is not None:
         return np.clip(values, *treatment.bounds)
     too_large = np.abs(values) > LARGEST
@@ -148,6 +151,24 @@ def bounded_numbers(treatment: Treatment, column: Any) -> Float64[np.ndarray, " 
             f"them out: '{treatment.name}=left_out'."
         )
     return values
+
+
+def _checked_numbers(treatment: Treatment, column: Any) -> Float64[np.ndarray, " examples"]:
+    try:
+        return numbers(column)
+    except ArgumentError as error:
+        name, problem = treatment.name, f"a value that is no number ({error})"
+        remedy = "Correct it."
+        if treatment.kind == "date":
+            problem = f"texts of type {column.type}"
+            remedy = (
+                "Pass np.array(values, 'datetime64[s]') or Arrow timestamps, or read the file with "
+                f"--data.types '{name}=timestamp[s]'."
+            )
+        raise ArgumentError(
+            f"The column {name!r} has {problem}, expected {treatment.describe()}, as in training. "
+            f"{remedy}"
+        ) from None
 
 
 def _booleans(name: str, column: Any) -> Float64[np.ndarray, " examples"]:

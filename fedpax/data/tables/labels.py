@@ -44,6 +44,7 @@ class Label:
         mean: the mean of the label in the training examples; 0 for classification.
         scale: its standard deviation; 1 for classification.
         reason: why this task: "stated", or the rule that applied.
+        bounds: the stated range of a number, to which it is clipped.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Label:
     mean: float = 0.0
     scale: float = 1.0
     reason: str = "stated"
+    bounds: tuple[float, float] | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -69,6 +71,8 @@ class Label:
             raise ArgumentError(missing_label_message(self.name, is_missing(column)))
         if self.task == "regression":
             values = numbers(column)
+            if self.bounds is not None:
+                values = np.clip(values, *self.bounds)
             with np.errstate(over="ignore"):
                 scaled = ((values - self.mean) / self.scale).astype(np.float32)
             if not np.isfinite(scaled).all():
@@ -105,7 +109,10 @@ class Label:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Label:
         """Make the label from the values of `to_json`."""
-        return cls(**{**fields, "classes": tuple(fields["classes"])})
+        pairs: dict[str, Any] = {
+            n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()
+        }
+        return cls(**pairs)
 
 
 def missing_label_message(

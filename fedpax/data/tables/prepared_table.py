@@ -73,7 +73,8 @@ def split_label(features: TableFeatures, label: Label) -> tuple[TableFeatures, L
     if label.task == "classification":
         return features, label
     *columns, last = features.columns
-    label = dataclasses.replace(label, mean=last.mean, scale=last.scale)
+    bounds = last.treatment.bounds
+    label = dataclasses.replace(label, mean=last.mean, scale=last.scale, bounds=bounds)
     return TableFeatures(tuple(columns)), label
 
 
@@ -93,10 +94,10 @@ def encode_table(
     else:
         labels = np.asarray(label.encode(table.columns[label.name]), dtype)
         examples = EncodedTable(table.columns, features, labels)
-    notes, cautions = (
-        _describe(treatments, features, label),
-        features.describe_new_values(table.columns),
-    )
+    notes, told = _describe(treatments, features, label), features.columns
+    if label.bounds is not None:  # the values beyond it are counted too
+        told = *told, FittedColumn(Treatment(label.name, "number", "error", bounds=label.bounds))
+    cautions = TableFeatures(told).describe_new_values(table.columns)
     return PreparedTable(examples, labels, label, notes, cautions, features=features)
 
 

@@ -225,7 +225,7 @@ def checked_label(fields: Any) -> Label:
     )
     label = Label.from_json(fields)
     is_class = label.task == "classification"
-    fits = _is_text(label.name) and label.task in get_args(Task)
+    fits = _is_text(label.name) and label.bounds is None and label.task in get_args(Task)
     fits = fits and _is_text(label.reason) and all(map(_is_text, label.classes))
     fits = fits and all(
         type(x) in (int, float) and math.isfinite(x) for x in (label.mean, label.scale)

@@ -128,6 +128,18 @@ def test_texts_where_training_has_numbers_raise():
         fitted({"age": ["3", "young"]})
 
 
+def test_texts_where_training_has_dates_raise():
+    texts = ["2025-10-29 00:30:00", "2025-10-30T00:30:00"]
+    days = np.array(texts, "datetime64[s]")
+    table, stated = {"time": days}, ["time=date(2025-01-01..2025-12-31)"]
+    fitted = fit_features(table, infer_treatments(table, stated), np.zeros(2, int), 1)
+    remedy = r"'time' has texts of type string, expected date.*datetime64\[s\].*time=timestamp\[s\]"
+    for encode in (fitted, fitted.encode):
+        with pytest.raises(ValueError, match=remedy):
+            encode({"time": texts})
+    assert np.allclose(fitted({"time": days}), [[-1], [1]], atol=1e-4)
+
+
 def test_infinite_labels_raise():
     with pytest.raises(ValueError, match="'y' is inf in example 1, expected finite numbers"):
         infer_label("y", [0.5, 1.5]).encode([1.5, np.inf])

@@ -149,7 +149,7 @@ def apfl(
         ), metrics
 
     checked_round = with_distinct_clients("apfl", apfl_round)
-    return FederatedAlgorithm(init, checked_round)
+    return FederatedAlgorithm(init, checked_round, kept_models=apfl_models)
 
 
 def apfl_models(state: APFLState, client_ids: Int[Array, " clients"]) -> Params:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import chex
 import optax
+from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
@@ -139,4 +140,8 @@ def ditto(
         return state._replace(personal_params=personal_params), metrics
 
     checked_round = with_distinct_clients("ditto", ditto_round)
-    return FederatedAlgorithm(init, checked_round)
+
+    def kept_models(state: DittoState, client_ids: Int[Array, " clients"]) -> Params:
+        return gather_clients(state.personal_params, client_ids)
+
+    return FederatedAlgorithm(init, checked_round, kept_models=kept_models)

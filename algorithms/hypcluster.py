@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import chex
@@ -164,7 +165,15 @@ def hypcluster(
         metrics = mean_metrics(metrics, weights, server.aggregator, average)
         return HypClusterState(*after, aggregator_states), metrics
 
-    return FederatedAlgorithm(init, hypcluster_round, sent_exactly=server.sent_exactly)
+    algorithm = FederatedAlgorithm(init, hypcluster_round, sent_exactly=server.sent_exactly)
+    return algorithm._replace(adapted_model=functools.partial(_chosen_model, loss_fn))
+
+
+def _chosen_model(
+    loss_fn: LossFn, state: HypClusterState, batches: chex.ArrayTree, num_steps: NumSteps
+) -> Params:
+    cluster = choose_cluster(loss_fn, state.params, batches, num_steps)
+    return jax.tree.map(lambda p: p[cluster], state.params)
 
 
 def choose_cluster(

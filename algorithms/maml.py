@@ -11,10 +11,11 @@ import optax
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.fedavg import FedAvgState, fedavg
-from fedpax.algorithms.parts.local_steps import gradient_and_metrics
+from fedpax.algorithms.parts.local_steps import full_gradient, gradient_and_metrics, local_steps
 from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
 from fedpax.checks import NON_NEGATIVE
+from fedpax.clients.cohort import NumSteps
 from fedpax.errors import ArgumentError
 from fedpax.primitives.placement import ChunkSize
 
@@ -94,6 +95,11 @@ def per_fedavg(
             gradient = jax.lax.stop_gradient(gradient)
         return loss_fn(subtract(params, scale(adaptation_learning_rate, gradient)), query)
 
+    def adapted_model(state: FedAvgState, batches: chex.ArrayTree, num_steps: NumSteps) -> Params:
+        """Take one step along the gradient of all training batches."""
+        gradient = full_gradient(loss_fn, state.params, batches, num_steps)
+        return subtract(state.params, scale(adaptation_learning_rate, gradient))
+
     return fedavg(
         meta_loss,
         cohort_size=cohort_size,
@@ -101,7 +107,7 @@ def per_fedavg(
         server_optimizer=server_optimizer,
         aggregator=aggregator,
         chunk_size=chunk_size,
-    )
+    )._replace(adapted_model=adapted_model)
 
 
 def reptile(
@@ -154,6 +160,12 @@ def reptile(
         check_setting(
             "reptile", "meta_learning_rate", meta_learning_rate, NON_NEGATIVE, remedy=remedy
         )
+
+    def adapted_model(state: FedAvgState, batches: chex.ArrayTree, num_steps: NumSteps) -> Params:
+        """Take the local steps of a round."""
+        start = client_optimizer.init(state.params)
+        return local_steps(loss_fn, client_optimizer, state.params, start, batches, num_steps)[0]
+
     return fedavg(
         loss_fn,
         cohort_size=cohort_size,
@@ -161,7 +173,7 @@ def reptile(
         server_optimizer=optax.sgd(meta_learning_rate),
         aggregator=aggregator,
         chunk_size=chunk_size,
-    )
+    )._replace(adapted_model=adapted_model)
 
 
 def _every_second(batch: chex.ArrayTree, start: int) -> chex.ArrayTree:

@@ -179,7 +179,12 @@ def scaffold(
         ), metrics
 
     checked_round = with_distinct_clients("scaffold", scaffold_round)
-    return FederatedAlgorithm(init, checked_round, sent_exactly=server.sent_exactly)
+    return FederatedAlgorithm(
+        init,
+        checked_round,
+        sent_exactly=server.sent_exactly,
+        unequal_steps="their control variates count alike, so that it can train worse than fedavg",
+    )
 
 
 def _train(

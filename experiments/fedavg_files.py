@@ -32,7 +32,6 @@ from fedpax.experiments.parts.file_experiments import (
     INPUTS,
     OwnExamples,
     ServerState,
-    makes_own_models,
     means_over_parts,
     note_training,
     read_saved_inputs,
@@ -48,7 +47,7 @@ from fedpax.models.losses import (
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.mesh_sizes import ShardedSize
 from fedpax.settings.client_files import FilesConfig
-from fedpax.settings.client_methods import KEPT, fine_tuned_models, sum_fine_tuned
+from fedpax.settings.client_methods import fine_tuned_models, sum_fine_tuned
 from fedpax.sites.site_experiment import ClientRange, SiteRun
 from fedpax.training.client_metrics import (
     ClientMetrics,
@@ -320,14 +319,14 @@ class FedAvgFiles(ClientExperiment):
         told = note_training(self.cohort, self.method, self.aggregator, prepared, self.opened)
         notes = (*self.opened.notes, *prepared.notes, *prepared.cautions, *told, *run.notes)
         run = run._replace(notes=notes, cautions=prepared.cautions)
-        if not makes_own_models(self.method):
+        if not self.method.has_own_models:
             return run
         return with_own_models(run, self.method, self.own_model_means, self.own_metrics_by_client)
 
     @functools.cached_property
     def _own_examples(self) -> OwnExamples:
         """Held-out examples of all training clients, and a round if it makes the models."""
-        if self.method.function.__name__ not in KEPT:
+        if self.method.example().kept_models is None:
             return self._own_rounds
         return self._read_own(with_batches=False)
 
@@ -353,8 +352,8 @@ class FedAvgFiles(ClientExperiment):
 
         def models_of(state: Any, cohort: Cohort) -> Params:
             rate = self.client_learning_rate
-            if fine_tune and not makes_own_models(self.method):
-                return fine_tuned_models(self.method, train_loss, rate, state, cohort)
+            if fine_tune and not self.method.has_own_models:
+                return fine_tuned_models(train_loss, rate, state, cohort)
             return self.method.personal_models(train_loss, rate, state, cohort)
 
         return means_over_parts(models_of, loss_fn, self._own_examples)
@@ -362,7 +361,7 @@ class FedAvgFiles(ClientExperiment):
     def fine_tune(self, params: Params) -> Params:
         """Return the model after the local steps of one more round of all training clients."""
         train_loss, rate = self.make_loss(self.make_model()), self.client_learning_rate
-        add_up = jax.jit(functools.partial(sum_fine_tuned, self.method, train_loss, rate))
+        add_up = jax.jit(functools.partial(sum_fine_tuned, train_loss, rate))
         sums = [add_up(ServerState(params), cohort) for cohort, _ in self._own_rounds]
         total, weight = jax.tree.map(lambda *terms: sum(terms), *sums)
         return jax.tree.map(lambda x, like: (x / weight).astype(like.dtype), total, params)

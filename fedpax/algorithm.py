@@ -160,6 +160,12 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
         sent_exactly: what participants send beside their updates that changes the state, in words,
             such as "the changes of the controls". It is summed without the noise of a private
             aggregator, so that the method has no epsilon. Default None: nothing.
+        kept_models: `(state, client_ids) -> models [clients, ...]`, if clients keep models of their
+            own, which experiments then evaluate. Default None.
+        adapted_model: `(state, batches, num_steps) -> model`, if each client makes a model of its
+            own from its training batches `[steps, batch, ...]`. Default None.
+        unequal_steps: what it means that some clients take many more local steps than others, in
+            words that a run prints. Default None: nothing.
 
     Example:
         Gradient descent on a quadratic, with one participant and one local step:
@@ -184,6 +190,9 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
     round: Callable[[StateT, Cohort], tuple[StateT, Metrics]]
     parts: AlgorithmParts | None = None
     sent_exactly: str | None = None
+    kept_models: Callable[[StateT, Any], Params] | None = None
+    adapted_model: Callable[[StateT, Any, Any], Params] | None = None
+    unequal_steps: str | None = None
 
 
 _calls_with_mask: ContextVar[list[LossFn] | None] = ContextVar("calls_with_mask", default=None)

@@ -28,7 +28,7 @@ from fedpax.models.losses import ModelLoss
 from fedpax.run_files.paths import write_atomically
 from fedpax.settings.client_aggregators import AggregatorConfig
 from fedpax.settings.client_files import FilesConfig
-from fedpax.settings.client_methods import MODELS, MethodConfig
+from fedpax.settings.client_methods import MethodConfig
 from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.exchanged_bytes import tree_bytes
@@ -146,11 +146,12 @@ def note_training(
             f"{fewest:,} to {most:,} training examples. --aggregator=mean weighs by examples"
         )
     steps = client_steps([fewest, most], cohort.batch_size, cohort.local_epochs, cohort.max_steps)
-    if method.function.__name__ == "scaffold" and steps[1] >= _UNEQUAL_STEPS * steps[0]:
+    meaning = method.example().unequal_steps
+    if meaning is not None and steps[1] >= _UNEQUAL_STEPS * steps[0]:
         notes.append(
-            f"method=scaffold: clients take {steps[0]:,} to {steps[1]:,} local steps in a round, "
-            "and their control variates count alike, so that it can train worse than fedavg. "
-            f"--cohort.max_steps={_UNEQUAL_STEPS * steps[0]} limits the steps"
+            f"method={method.function.__name__}: clients take {steps[0]:,} to {steps[1]:,} local "
+            f"steps in a round, and {meaning}. --cohort.max_steps={_UNEQUAL_STEPS * steps[0]} "
+            "limits the steps"
         )
     return notes + _note_classes(prepared, opened)
 
@@ -238,11 +239,6 @@ class ServerState(NamedTuple):
     """The part of an algorithm's state that an evaluation in training reads."""
 
     params: Params
-
-
-def makes_own_models(method: MethodConfig) -> bool:
-    """Return whether a method makes a model for each client."""
-    return method.function.__name__ in MODELS
 
 
 def with_own_models(

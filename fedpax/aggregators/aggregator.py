@@ -49,6 +49,8 @@ class Aggregator(NamedTuple):
             it. Default None.
         counts_alike: True if every present participant counts alike: weights above 0 have no other
             effect, as in a median. Default False.
+        limits: `number of participants -> {argument: its largest value}`, which settings of
+            experiments are checked with. Default None: it limits no argument.
 
     Example:
         >>> import fedpax
@@ -73,6 +75,7 @@ class Aggregator(NamedTuple):
     acts_when_all_absent: bool = False
     accountant: PrivacyAccountant | None = None
     counts_alike: bool = False
+    limits: Callable[[int], Mapping[str, int]] | None = None
 
 
 class EmptyState(NamedTuple):
@@ -112,6 +115,7 @@ def without_state(
     *,
     robust: bool = False,
     counts_alike: bool = False,
+    limits: Callable[[int], Mapping[str, int]] | None = None,
 ) -> Aggregator:
     """Make an aggregator without metrics; a robust one needs all updates, and stays finite."""
 
@@ -126,6 +130,7 @@ def without_state(
         needs_all=robust,
         tolerates_non_finite=robust,
         counts_alike=counts_alike,
+        limits=limits,
     )
 
 

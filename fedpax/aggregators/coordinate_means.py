@@ -40,7 +40,7 @@ def coordinate_median() -> Aggregator:
         Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates,
         arXiv:1803.01498, definition 1 and algorithm 1, option I.
     """
-    return _coordinate_mean(median_of_sorted)
+    return coordinate_mean(median_of_sorted)
 
 
 def trimmed_mean(trim_fraction: float) -> Aggregator:
@@ -92,7 +92,7 @@ def trimmed_mean(trim_fraction: float) -> Aggregator:
         kept = (first <= place) & (place < count - first)
         return jnp.sum(jnp.where(kept, x, 0.0), 0) / jnp.maximum(count - 2 * first, 1)
 
-    return _coordinate_mean(mean_of_sorted)
+    return coordinate_mean(mean_of_sorted)
 
 
 def sort_participants(
@@ -115,7 +115,7 @@ def median_of_sorted(
     return jnp.where(low == high, low, 0.5 * low + 0.5 * high)
 
 
-def _coordinate_mean(
+def coordinate_mean(
     mean_of_sorted: Callable[[Float[Array, "participants ..."], Int[Array, ""]], jax.Array],
 ) -> Aggregator:
     """Make an aggregator from a function of the sorted values and the number of present ones."""

@@ -85,7 +85,10 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
         selected = federated_map(lambda update, taken: select(taken, update), updates, chosen)
         return federated_mean(selected, chosen)
 
-    return without_state(combine, robust=True, counts_alike=True)
+    def limits(n: int) -> dict[str, int]:
+        return {"num_byzantine": (n - 3) // 2, "num_selected": n - num_byzantine - 2}
+
+    return without_state(combine, robust=True, counts_alike=True, limits=limits)
 
 
 def distances_of_present(
@@ -190,7 +193,10 @@ def bulyan(num_byzantine: int) -> Aggregator:
 
         return reduce_coordinates(reduce, updates)
 
-    return without_state(combine, robust=True, counts_alike=True)
+    def limits(n: int) -> dict[str, int]:
+        return {"num_byzantine": (n - 3) // 4}
+
+    return without_state(combine, robust=True, counts_alike=True, limits=limits)
 
 
 def _select_repeatedly(

@@ -26,7 +26,7 @@ from fedpax.aggregators.random_numbers import (
     rehash,
     round_key,
 )
-from fedpax.aggregators.secure_mean import check_neighbors, engine_sum, secure_sum
+from fedpax.aggregators.secure_mean import check_neighbors, engine_sum, most_neighbors, secure_sum
 from fedpax.aggregators.sent_values import releases_per_round
 from fedpax.checks import COUNT, POSITIVE, check_argument, check_seed
 from fedpax.errors import ArgumentError
@@ -185,7 +185,10 @@ def private_secure_mean(
         }
         return mean, PrivateSecureMeanState(state.round + 1), metrics
 
-    made = Aggregator(init, aggregate, needs_all=True, accountant=accountant)
+    def limits(n: int) -> dict[str, int]:
+        return {"min_participants": n, "num_neighbors": most_neighbors(n)}
+
+    made = Aggregator(init, aggregate, needs_all=True, accountant=accountant, limits=limits)
     return made._replace(tolerates_non_finite=True, counts_alike=True)
 
 

@@ -137,7 +137,17 @@ def secure_mean(
         mean = jax.tree.map(lambda k, u: code.decode(k, count, u), total, updates)
         return mean, SecureMeanState(state.round + 1), metrics
 
-    return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True, counts_alike=True)
+    def limits(n: int) -> dict[str, int]:
+        return {"bits": _most_bits(n), "num_neighbors": most_neighbors(n)}
+
+    return Aggregator(
+        init,
+        aggregate,
+        needs_all=True,
+        tolerates_non_finite=True,
+        counts_alike=True,
+        limits=limits,
+    )
 
 
 def secure_sum(
@@ -225,13 +235,22 @@ def check_neighbors(function: str, num_neighbors: int | None) -> int | None:
     return check_argument(function, "num_neighbors", num_neighbors, EVEN, remedy=remedy)
 
 
+def most_neighbors(participants: int) -> int:
+    """Return the largest number of neighbours, which is even."""
+    return (participants - 1) // 2 * 2
+
+
+def _most_bits(participants: int) -> int:
+    """Return the bits of the largest codes whose sum fits an int32."""
+    return ((2**31 - 1) // participants + 1).bit_length()
+
+
 def check_sum(function: str, participants: int, largest: int) -> None:
     """Check that sums of codes of at most `largest` in absolute value fit an int32."""
     if participants * largest >= 2**31:
-        most = ((2**31 - 1) // participants + 1).bit_length()
         raise ArgumentError(
             f"{function}(): the sum of {participants:,} participants' integers of up to "
-            f"{largest:,} does not fit 32 bits. Use at most bits={most}."
+            f"{largest:,} does not fit 32 bits. Use at most bits={_most_bits(participants)}."
         )
 
 

@@ -97,7 +97,7 @@ class AggregatorConfig(FunctionSettings):
 
     def make(self, seed: int, expected_participants: float, releases_before: int = 0) -> Aggregator:
         """Make the aggregator; a private one counts releases before the first round too."""
-        if self.function.__name__ == "private_mean":
+        if hasattr(self, "count_stddev"):
             _check_noise(self, expected_participants)
         aggregator: Aggregator = self.call(
             {
@@ -132,25 +132,14 @@ class AggregatorConfig(FunctionSettings):
 
     def limits(self, cohort_size: int) -> Mapping[str, int]:
         """Return the largest value of each setting that the size of a cohort limits, by name."""
-        neighbors = (cohort_size - 1) // 2 * 2  # the largest even number of other clients
-        settings: Any = self
-        match self.function.__name__:
-            case "secure_mean":  # the sum of `bits` fits 32 bits
-                bits = ((2**31 - 1) // cohort_size + 1).bit_length()
-                return {"bits": bits, "num_neighbors": neighbors}
-            case "private_secure_mean":
-                return {"min_participants": cohort_size, "num_neighbors": neighbors}
-            case "krum":
-                most = cohort_size - settings.num_byzantine - 2
-                return {"num_byzantine": (cohort_size - 3) // 2, "num_selected": most}
-            case "bulyan":
-                return {"num_byzantine": (cohort_size - 3) // 4}
-        return {}
+        made: Aggregator = self.call(self.given)
+        limits = {} if made.limits is None else made.limits(cohort_size)
+        return {name: most for name, most in limits.items() if hasattr(self, name)}
 
     def check_cohort(self, cohort_size: int) -> None:
         """Check that the settings fit the size of a cohort."""
         share = getattr(self, "trim_fraction", 0)
-        if self.function.__name__ == "trimmed_mean" and 0 < share * cohort_size < 1 - 1e-9:
+        if 0 < share * cohort_size < 1 - 1e-9:
             least = math.ceil(1000 / cohort_size) / 1000
             remedy = f"Set --aggregator.trim_fraction={least:g} or more"
             raise ArgumentError(

@@ -1,7 +1,9 @@
 """Methods for clients as configuration: functions of `fedpax.algorithms`, with settings."""
 
 import dataclasses
+import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,11 +15,9 @@ import optax
 from fedpax import algorithms
 from fedpax.aggregators import Aggregator, mean, private_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
-from fedpax.algorithms import apfl_models, choose_cluster, local_steps
-from fedpax.algorithms.parts.local_steps import full_gradient
+from fedpax.algorithms import local_steps
 from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.checks import DECAY, POSITIVE
-from fedpax.clients import gather_clients
 from fedpax.clients.cohort import Cohort
 from fedpax.errors import ArgumentError
 from fedpax.settings.function_settings import FunctionSettings, accepted, is_choice, passes_on
@@ -106,12 +106,22 @@ class MethodConfig(FunctionSettings):
         """Tell whether the method takes the experiment's aggregator."""
         return "aggregator" in inspect.signature(self.function).parameters
 
+    def example(self, given: Mapping[str, Any] = types.MappingProxyType({})) -> FederatedAlgorithm:
+        """Make the algorithm with some values of `given`, to read its attributes."""
+        algorithm: FederatedAlgorithm = self.call({**self.given, **given})
+        return algorithm
+
     @property
     def sent_exactly(self) -> str | None:
-        """Return `FederatedAlgorithm.sent_exactly` of the method."""
-        given = {**self.given, "aggregator": private_mean(max_norm=1, noise_multiplier=1, seed=0)}
-        algorithm: FederatedAlgorithm = self.call(given)
-        return algorithm.sent_exactly
+        """Return `FederatedAlgorithm.sent_exactly` of the method with a private aggregator."""
+        private = private_mean(max_norm=1, noise_multiplier=1, seed=0)
+        return self.example({"aggregator": private}).sent_exactly
+
+    @property
+    def has_own_models(self) -> bool:
+        """Tell whether each client has a model of its own."""
+        algorithm = self.example()
+        return algorithm.kept_models is not None or algorithm.adapted_model is not None
 
     @property
     def has_shared_model(self) -> bool:
@@ -172,8 +182,12 @@ class MethodConfig(FunctionSettings):
         self, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
     ) -> Params:
         """Return the clients' own models `[clients, ...]`; the shared one if there are none."""
-        models = MODELS.get(self.function.__name__, shared_model)
-        return models(self, loss_fn, learning_rate, state, cohort)
+        given = {"loss_fn": loss_fn, "client_learning_rate": learning_rate}
+        algorithm = self.example({**given, "client_optimizer": optax.sgd(learning_rate)})
+        if algorithm.kept_models is not None:
+            return algorithm.kept_models(state, jnp.asarray(cohort.client_ids))
+        adapted = algorithm.adapted_model or (lambda state, batches, num_steps: state.params)
+        return _of_each_client(functools.partial(adapted, state), cohort)
 
 
 def method(function: str | Callable[..., FederatedAlgorithm], **settings: Any) -> MethodConfig:
@@ -255,60 +269,8 @@ def _self_tuning_fedavg(  # noqa: D417, --help shows the arguments that it state
     return algorithms.self_tuning(make_fedavg, start, **accepted(algorithms.self_tuning, arguments))
 
 
-PersonalModels = Callable[[Any, LossFn, float, Any, Cohort], Params]
-"""`(settings of a method, loss_fn, learning rate, state, cohort) -> models [clients, ...]`."""
-
-
-def shared_model(
-    settings: Any, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
-) -> Params:
-    """Give each client the shared model."""
-    return _of_each_client(lambda batches, num_steps: state.params, cohort)
-
-
-def _ditto(
-    settings: Any, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
-) -> Params:
-    """Read the models that clients keep."""
-    return gather_clients(state.personal_params, jnp.asarray(cohort.client_ids))
-
-
-def _apfl(
-    settings: Any, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
-) -> Params:
-    """Mix the shared model and the models that clients keep."""
-    return apfl_models(state, jnp.asarray(cohort.client_ids))
-
-
-def _hypcluster(
-    settings: Any, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
-) -> Params:
-    """Choose for each client the model with the least loss on its training batches."""
-
-    def choose(batches: chex.ArrayTree, num_steps: Any) -> Params:
-        cluster = choose_cluster(loss_fn, state.params, batches, num_steps)
-        return jax.tree.map(lambda p: p[cluster], state.params)
-
-    return _of_each_client(choose, cohort)
-
-
-def _per_fedavg(
-    settings: Any, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
-) -> Params:
-    """Take one step along the gradient of all training batches of each client."""
-
-    def adapt(batches: chex.ArrayTree, num_steps: Any) -> Params:
-        gradient = full_gradient(loss_fn, state.params, batches, num_steps)
-        rate = settings.adaptation_learning_rate
-        return jax.tree.map(lambda p, g: p - rate * g, state.params, gradient)
-
-    return _of_each_client(adapt, cohort)
-
-
-def _reptile(
-    settings: Any, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
-) -> Params:
-    """Take the local steps of a round."""
+def fine_tuned_models(loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort) -> Params:
+    """Take the local steps of one more round from the shared model, for any method."""
     optimizer = optax.sgd(learning_rate)
 
     def train(batches: chex.ArrayTree, num_steps: Any) -> Params:
@@ -318,30 +280,13 @@ def _reptile(
     return _of_each_client(train, cohort)
 
 
-fine_tuned_models: PersonalModels = _reptile
-"""Models that take the local steps of one more round from the shared model, for any method."""
-
-
 def sum_fine_tuned(
-    settings: Any, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
+    loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
 ) -> tuple[Params, chex.Array]:
     """Add up the fine-tuned models of clients, weighted by their examples, and the weights."""
-    models = fine_tuned_models(settings, loss_fn, learning_rate, state, cohort)
+    models = fine_tuned_models(loss_fn, learning_rate, state, cohort)
     weights = jnp.float32(cohort.num_examples)
     return jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), models), weights.sum()
-
-
-KEPT = ("ditto", "apfl")
-"""Methods whose own models are kept between rounds, and not made from training batches."""
-
-MODELS: Mapping[str, PersonalModels] = {
-    "ditto": _ditto,
-    "apfl": _apfl,
-    "hypcluster": _hypcluster,
-    "per_fedavg": _per_fedavg,
-    "reptile": _reptile,
-}
-"""How the clients' own models are made, by the name of the method."""
 
 
 def _of_each_client(personalize: Callable[[chex.ArrayTree, Any], Params], cohort: Cohort) -> Params:

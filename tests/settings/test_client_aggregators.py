@@ -324,6 +324,20 @@ def test_a_trimmed_mean_that_trims_no_client_is_told(share: float, size: int, re
     change(aggregator=TrimmedMean(trim_fraction=0.1), cohort=CohortConfig(size=10))
 
 
+def near_krum(num_byzantine: int = 1, trim_fraction: float = 0.0) -> fedpax.aggregators.Aggregator:
+    """Select updates, with an aggregator of this test."""
+    return fedpax.aggregators.krum(num_byzantine)
+
+
+def test_an_aggregator_of_another_name_has_the_rules_of_its_settings() -> None:
+    config = AggregatorConfig.of(near_krum)
+    config().check_cohort(5)
+    with pytest.raises(ValueError, match=r"num_byzantine=2 .*: expected at most 1"):
+        config(num_byzantine=2).check_cohort(5)
+    with pytest.raises(ValueError, match=r"size=5 leaves out no client.*trim_fraction=0\.2 or"):
+        config(trim_fraction=0.1).check_cohort(5)
+
+
 @pytest.mark.parametrize(
     "aggregator",
     [Krum(), Bulyan(), SecureMean(num_neighbors=2), PrivateSecureMean(num_neighbors=2)],

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from fedpax import Cohort, FederatedAlgorithm, algorithms
-from fedpax.algorithms import fedavg, fedprox
+from fedpax.algorithms import ditto, fedavg, fedprox
 from fedpax.experiments.catalog import (
     UnknownExperimentError,
     expand_groups,
@@ -29,8 +29,6 @@ from fedpax.experiments.parts.file_experiments import ServerState
 from fedpax.settings.client_aggregators import aggregator
 from fedpax.settings.client_methods import (
     APFL,
-    KEPT,
-    MODELS,
     ClientTraining,
     Ditto,
     FedProx,
@@ -115,6 +113,27 @@ def test_clients_keep_their_own_models() -> None:
         )
 
 
+def tied(loss_fn, *, cohort_size, num_clients, client_optimizer) -> FederatedAlgorithm:
+    """Train with a method of this test."""
+    return ditto(
+        loss_fn,
+        cohort_size=cohort_size,
+        num_clients=num_clients,
+        client_optimizer=client_optimizer,
+        lam=0.5,
+    )
+
+
+def test_a_method_of_another_name_has_its_own_models() -> None:
+    algorithm = method(tied).make(loss_fn, training())
+    state, _ = algorithm.round(algorithm.init(jnp.zeros(5)), COHORT)
+    models = [
+        config.personal_models(loss_fn, 0.1, state, COHORT)
+        for config in (method(tied), Ditto(lam=0.5))
+    ]
+    np.testing.assert_array_equal(*models)
+
+
 def test_the_groups_have_every_method() -> None:
     """A method of the second group makes models for its clients."""
     shared, personal = (
@@ -123,10 +142,10 @@ def test_the_groups_have_every_method() -> None:
     )
     functions = {name: MethodConfig.of(name).function for name in MethodConfig.functions()}
     assert shared | personal | {functions["fedavg"]} == set(functions.values())
-    assert personal == {functions[name] for name in MODELS}
+    assert personal == {f for f in functions.values() if method(f).has_own_models}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PERSONAL_METHODS)
 def test_which_models_are_kept_and_not_made_from_batches(name: str) -> None:
     config = MethodConfig.of(name)()
     init = config.make_init(lambda key: jax.random.normal(key, 5))
@@ -134,7 +153,7 @@ def test_which_models_are_kept_and_not_made_from_batches(name: str) -> None:
     state = jax.eval_shape(lambda key: made.init(init(key)), jax.random.key(0))
     read = partial(config.personal_models, loss_fn, 0.1)
     without_batches = Cohort({}, client_ids=COHORT.client_ids)
-    with contextlib.nullcontext() if name in KEPT else pytest.raises(IndexError):
+    with contextlib.nullcontext() if made.kept_models else pytest.raises(IndexError):
         assert jax.eval_shape(read, state, without_batches).shape == (3, 5)
 
 

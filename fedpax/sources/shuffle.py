@@ -62,7 +62,7 @@ def shuffled_in(
         keys = _mix(keys)
         schedule.append(keys)
     parts: list[Any] = []  # of the sequences, which have tables of all outputs of the network
-    if len(half) * width**2 <= 4 * len(index):  # short sequences
+    if len(half) * width**2 <= max(4 * len(index), 2**12):  # few elements take as long as tables
         parts = [slice(None)]
     elif np.sum(4.0 ** (rounded := np.maximum(half, _WORD_HALF))) <= 4 * len(index):
         parts = [rounded == bits for bits in np.unique(rounded)]

@@ -27,13 +27,13 @@ from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.compiled_round import init_state, run_state_shardings, with_shardings
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.progress import open_progress
+from fedpax.training.resume_checks import TrainingJob
 from fedpax.training.round_logger import RoundLogger
 from fedpax.training.spikes import FiniteCheck, SpikeHistory, report_update_norm
 from fedpax.training.startup_report import describe_aggregator
 from fedpax.training.tracker import track
 from fedpax.training.trainer import TrainingResult, build_run, train_with
 from fedpax.training.training_config import is_due
-from fedpax.training.training_job import TrainingJob
 from fedpax.transforms.program import program
 
 RunRounds = Callable[..., list[Any]]

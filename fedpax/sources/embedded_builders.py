@@ -6,8 +6,17 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-from fedpax.sources.dataset_info import LocalDatasetInfo
 from fedpax.sources.embedded import configuration, digit_examples, text_examples
+
+
+class LocalDatasetInfo(tfds.core.DatasetInfo):
+    """Information about a data set that TFDS's own bucket does not have."""
+
+    # TFDS looks every unprepared data set up in that bucket, and leaves an empty temporary folder
+    # behind each time.
+
+    def initialize_from_bucket(self) -> None:
+        """Skip the look-up."""
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.utils.tqdm_utils import tqdm
 
-from fedpax.sources.dataset_info import LocalDatasetInfo
+from fedpax.sources.embedded_builders import LocalDatasetInfo
 from fedpax.sources.federated_archive import (
     ARCHIVES_URL,
     Archive,

@@ -208,8 +208,9 @@ def _text(example: Mapping[str, Any], field: str) -> str:
     value = get_field(example, field)
     if not isinstance(value, str | bytes):
         raise ArgumentError(
-            f"The field {field!r} of an example is {value!r:.80}, expected a text. Leave out "
-            "examples without one, or name another field."
+            f"The field {field!r} of an example is {value!r:.80}, expected a text. Read "
+            f"numbers and dates as texts with --data.types {field}=string, in Python types="
+            f"{{{field!r}: 'string'}}; leave out examples without one, or name another field."
         )
     return as_string(value)
 
@@ -224,9 +225,10 @@ def _messages(example: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
     messages = [_with_role(m) if isinstance(m, Mapping) else m for m in messages]
     valid = all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages)
     if not valid or "assistant" not in [m["role"] for m in messages]:
+        is_text = isinstance(value, str | bytes)
+        remedy = "Parse the JSON" if is_text else "Leave out this example, or rename the keys"
         raise ArgumentError(
-            f"The field {field!r} of an example is {value!r:.300}, {expected}. Leave out this "
-            "example, or rename the keys."
+            f"The field {field!r} of an example is {value!r:.300}, {expected}. {remedy}."
         )
     for m in messages:
         if m["role"] == "assistant" and m["content"] is None and not _calls(m):

@@ -47,19 +47,20 @@ _AnyDocument = TypeVar("_AnyDocument", bound=AnyDocument)
 
 def padding(used: int, pairs: int, seq_len: int) -> int:
     """Return the pairs to leave empty, so that a document that fits in one row is in one row."""
-    if pairs > seq_len:
-        _tell_cut(pairs - 1, seq_len)
     room = -used % seq_len
     return room if pairs > room else 0
 
 
-def _tell_cut(tokens: int, seq_len: int) -> None:
-    """Tell the first conversation that no row holds, once for each length of rows."""
-    if seq_len not in _told:
+def tell_cut(document: AnyDocument, seq_len: int) -> None:
+    """Tell the first conversation with an answer that no row holds, once for each length."""
+    if seq_len in _told or not isinstance(document, Document):
+        return
+    if document.is_target[seq_len:].any():
         _told.add(seq_len)
+        needed = int(np.flatnonzero(document.is_target)[-1]) + 1
         logging.getLogger(__name__).warning(
-            f"a conversation of {tokens:,} tokens is longer than a row of {seq_len:,}: the rest of "
-            "its answer is read without what is before it. Set a larger --data.seq_len."
+            f"a conversation needs rows of {needed:,} tokens, and they have {seq_len:,}: the rest "
+            "of its answer is read without what is before it. Set a larger --data.seq_len."
         )
 
 
@@ -81,6 +82,8 @@ def keep_in_rows(
 ) -> list[_AnyDocument | Document]:
     """Pad documents with unscored tokens, so that each that fits in one row is in one row."""
     listed: list[_AnyDocument | Document] = list(documents)
+    for document in listed:
+        tell_cut(document, seq_len)
     if not all(isinstance(document, Document) for document in listed):
         return listed
     lengths = np.diff(starts_in_rows([len(document) + 1 for document in listed], seq_len)) - 1

@@ -6,12 +6,14 @@ import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
 import fedpax
 from fedpax.checkpoints.orbax_files import ocp
 from fedpax.checkpoints.participant_states import (
+    ParticipantRule,
     check_resizable,
     check_same_leaves,
     has_saved_shape,
@@ -20,6 +22,7 @@ from fedpax.checkpoints.participant_states import (
 )
 from fedpax.clients.cohort import CohortStream, fingerprint
 from fedpax.console import count_of, print_error
+from fedpax.elastic.membership import Membership
 from fedpax.errors import ConfigurationError
 from fedpax.processes.communication import gather_json
 from fedpax.run_files.configuration import (
@@ -44,7 +47,33 @@ from fedpax.run_files.paths import (
     resolve_folder,
 )
 from fedpax.training.experiment import Experiment
-from fedpax.training.folder_owners import LOCK, JobDirLock
+from fedpax.training.folder_owners import LOCK, CheckpointDir, JobDirLock
+
+
+class ResumeOptions(NamedTuple):
+    """Allowed changes since the folder's checkpoint was saved."""
+
+    allow_config_change: Collection[str]  # paths of fields of the configuration
+    participant_states: ParticipantRule  # how to make states for another number of participants
+    # the part of this process in an elastic job; None: there is no such job
+    membership: Membership | None = None
+
+
+class TrainingJob(NamedTuple):
+    """A run to train, and where."""
+
+    experiment: Experiment
+    folder: Path  # the run's folder
+    saved_in: Path
+    checkpoint_dir: CheckpointDir | None  # `saved_in`, if it is not the run's folder
+    exp: str
+    options: ResumeOptions
+
+    @property
+    def name(self) -> str:
+        """The name of the experiment, for messages."""
+        return self.exp or type(self.experiment).__name__
+
 
 WITHOUT_EFFECT = frozenset(
     {

@@ -28,12 +28,12 @@ from fedpax.training.experiment import Run
 from fedpax.training.flops_utilization import utilization_of
 from fedpax.training.prefetch import Prefetch, put_on_mesh
 from fedpax.training.progress import Progress
+from fedpax.training.resume_checks import TrainingJob
 from fedpax.training.round_logger import RoundLogger
 from fedpax.training.spikes import FiniteCheck, Spike, SpikeHistory
 from fedpax.training.startup_report import UNREAD_MASK, announce, describe_aggregator
 from fedpax.training.tracker import Tracker
 from fedpax.training.training_config import is_due, last_due_before
-from fedpax.training.training_job import TrainingJob
 
 
 class RoundLoop(AbstractContextManager["RoundLoop"]):

@@ -38,14 +38,19 @@ from fedpax.training.early_stop import EarlyStop
 from fedpax.training.experiment import Experiment, Run, check_run
 from fedpax.training.folder_owners import CheckpointDir
 from fedpax.training.progress import Progress, open_progress
-from fedpax.training.resume_checks import check_configuration, check_same_data, lock_run
+from fedpax.training.resume_checks import (
+    ResumeOptions,
+    TrainingJob,
+    check_configuration,
+    check_same_data,
+    lock_run,
+)
 from fedpax.training.round_logger import NonFiniteError
 from fedpax.training.round_loop import RoundLoop
 from fedpax.training.spikes import RepeatedSpikesError
 from fedpax.training.startup_report import check_processes
 from fedpax.training.tracker import Tracker, track
 from fedpax.training.training_config import TrainingConfig
-from fedpax.training.training_job import ResumeOptions, TrainingJob
 
 
 class StorageError(FedpaxError, OSError):

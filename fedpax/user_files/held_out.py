@@ -64,7 +64,7 @@ def part_of_split(
     table: pa.Table,
     options: LoadOptions,
     client: str | None,
-    added: str | None = None,
+    added: Sequence[str] = (),
 ) -> pa.Table:
     """Return the examples of a split that a share of the examples makes, without `added`."""
     split, by = options.split, options.heldout_by
@@ -77,7 +77,7 @@ def part_of_split(
             f"heldout_by={by!r} is not a column of {name}, expected 'example', 'client' for files "
             f"with clients, or one of {', '.join(map(repr, visible(table.column_names)))}."
         )
-    chosen = {*table.column_names} - {added} if by == "example" else {by, hash_column(by)}
+    chosen = {*table.column_names} - {*added} if by == "example" else {by, hash_column(by)}
     columns = [name for name in table.column_names if name in chosen]
     is_held_out = held_out(table.select(columns), options.heldout_fraction)
     return table.filter(pa.array(is_held_out == (split != "train")))

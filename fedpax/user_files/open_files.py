@@ -1,5 +1,6 @@
 """open_files: the files that patterns name as one source, sorted by client."""
 
+import functools
 import logging
 import os
 import shlex
@@ -42,6 +43,8 @@ from fedpax.user_files.selection import (
 )
 from fedpax.user_files.table_source import ClientNames, TableSource, check_columns
 
+_PLACE = "place in its file"  # of an example, in an error
+
 
 def open_files(files: Any, options: LoadOptions) -> TableSource:
     """Open files, a prepared folder or a table in memory as a source; see `fedpax.data.load`."""
@@ -72,6 +75,7 @@ def open_files(files: Any, options: LoadOptions) -> TableSource:
             options = options._replace(heldout_fraction=0.0)
         folder = Path(selected.groups[0][0].path).parent
         source = _make_source(selected.name, folder, table, options, client)
+        source.locate = functools.partial(_locate, selected, folder, options)
     source.notes = tuple(describe_read(read))
     return source
 
@@ -99,7 +103,16 @@ def open_in_order(folder: Path, options: LoadOptions) -> TableSource:
     return source.select(options.columns) if options.columns else source
 
 
-def _read(selected: Selection, options: LoadOptions) -> tuple[pa.Table, str | None]:
+def _locate(selected: Selection, folder: Path, options: LoadOptions, number: int) -> str:
+    """Name an example by its place in its file, which is read again."""
+    table, client = _read(selected, options, numbered=True)
+    source = _make_source(selected.name, folder, table, options, client)
+    return str(source.table.column(_PLACE)[number])
+
+
+def _read(
+    selected: Selection, options: LoadOptions, *, numbered: bool = False
+) -> tuple[pa.Table, str | None]:
     """Read files as one table; return it with the column of clients, which paths can name."""
     name, groups = selected.name, selected.groups
     if not options.columns:
@@ -120,6 +133,12 @@ def _read(selected: Selection, options: LoadOptions) -> tuple[pa.Table, str | No
     tables = [conform(table, schema).select(kept) for table in tables]
     for group, part in zip(groups, tables, strict=True):
         _check_texts(group[0].path, part, options)
+    if numbered:
+        places = [
+            [f"{k} of {g[0].path}" for k in range(len(t))]
+            for g, t in zip(groups, tables, strict=True)
+        ]
+        tables = [t.append_column(_PLACE, [p]) for t, p in zip(tables, places, strict=True)]
     table = pa.concat_tables(tables).unify_dictionaries()
     if options.client is not None and options.client in schema.names:
         for group, part in zip(groups, tables, strict=True):
@@ -134,10 +153,10 @@ def _make_source(
     name: str, folder: Path, table: pa.Table, options: LoadOptions, client: str | None
 ) -> TableSource:
     """Add the clients of a partition, select the split, and sort by client."""
-    added = None
+    added = [_PLACE]
     if options.partition is not None:
         table, client = add_partition(table, options), CLIENT
-        added = CLIENT
+        added += [CLIENT]
     check_columns(table.column_names, {"client": client, "label": options.label}, name)
     check_resized(name, table.schema, options)
     table = part_of_split(name, table, options, client, added)

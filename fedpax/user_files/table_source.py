@@ -29,6 +29,7 @@ class TableSource(Source):
         table: the examples, a `pyarrow.Table`.
         stored: the same with the hashes of images, by which images are held out.
         notes: lines on how images were read.
+        locate: `index -> text`, which names an example by its place in its file, or None.
         fields: the names of its columns.
         client: the column that names an example's client, or None.
         label: the column with the label, or None.
@@ -55,6 +56,7 @@ class TableSource(Source):
         self.client = client
         self.client_names = client_names
         self.label = label
+        self.locate: Callable[[int], str] | None = None
         self._records = records  # of the rows of the table; of each shard
         self._batches = [batch for batch in table.to_batches() if len(batch)]
         self._ends = np.cumsum([len(batch) for batch in self._batches])
@@ -118,7 +120,7 @@ class TableSource(Source):
         check_columns(self.fields, {f"columns[{k}]": c for k, c in enumerate(columns)}, self.name)
         kept = [*dict.fromkeys([*columns, self.client, self.label])]
         hashes = filter(is_hash, self.stored.column_names)
-        return TableSource(
+        selected = TableSource(
             self.name,
             self.folder,
             self.stored.select([*(name for name in kept if name is not None), *hashes]),
@@ -129,6 +131,8 @@ class TableSource(Source):
             records=self._records,
             notes=self.notes,
         )
+        selected.locate = self.locate
+        return selected
 
     def client_table(self, client: int) -> pa.Table:
         """Return the examples of a client by its number, a slice of `table` without a copy."""

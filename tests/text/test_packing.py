@@ -137,5 +137,17 @@ def test_a_conversation_that_no_row_holds_is_told_once(
     assert not caplog.text
     rows(8)
     rows(30)
-    assert caplog.text.count("a conversation of 8 tokens is longer than a row of 8") == 1
-    assert "of 30" not in caplog.text
+    assert caplog.text.count("a conversation needs rows of 9 tokens, and they have 8") == 1
+    assert "of 31" not in caplog.text
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_conversation_whose_answers_are_in_one_row_is_not_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_cut: bool
+) -> None:
+    """Of 9 tokens with a template, the last one is an input alone, and a row of 8 loses nothing."""
+    monkeypatch.setattr(packing, "_told", set())
+    is_target = np.arange(10) < (10 if is_cut else 8)
+    packing.keep_in_rows([packing.Document(np.zeros(9, np.int32), is_target, first=1)], 8, 0)
+    assert ("a conversation needs rows of 10 tokens, and they have 8" in caplog.text) == is_cut
+    assert bool(caplog.text) == is_cut

@@ -81,7 +81,7 @@ def test_leaf(tmp_path: Path) -> None:
 
 def test_long_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Python's slow parser reads no file without errors.
-    monkeypatch.setattr("fedpax.user_files.readers.json_files._is_object", None)
+    monkeypatch.setattr("fedpax.user_files.readers.json_files._fault", None)
     texts = ["x" * n for n in (1, 70 << 20, 5)]
     (tmp_path / "a.jsonl").write_bytes(lines([{"text": text} for text in texts]))
     assert [len(text) for text in load(tmp_path / "a.jsonl").column("text")] == [1, 70 << 20, 5]
@@ -145,3 +145,14 @@ def test_a_line_that_is_no_object_is_named(
         )
     prepared = prepare(tmp_path / "a.jsonl", tmp_path / "prepared", on_bad_row="skip")
     assert len(prepared.source) == 11
+
+
+@pytest.mark.parametrize("line", ['{"id": "\\ud800"}', '{"id": "2", "id": "3"}'])
+def test_a_line_that_python_alone_reads_is_told_and_skipped(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": "1"}\n\n' + line + " " * 99)  # without a newline
+    for read in (load, lambda file: prepare(file, tmp_path / "prepared")):
+        match = "its line 3 is .*, expected one whole JSON object: .*(inval|twice)[^.]*[.] Correct"
+        with pytest.raises(ValueError, match=match):
+            read(tmp_path / "a.jsonl")
+    prepared = prepare(tmp_path / "a.jsonl", tmp_path / "prepared", on_bad_row="skip")
+    assert [example["id"] for example in prepared.source] == ["1"]

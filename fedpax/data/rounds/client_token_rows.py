@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.data.rounds.documents import Field, encode_examples
+from fedpax.data.rounds.documents import Field, encode_named
 from fedpax.data.rounds.labeled_examples import Arrays
 from fedpax.errors import ArgumentError
 from fedpax.sources.source import Examples, as_examples, get_field
@@ -37,7 +37,7 @@ def pack_clients(
     documents: dict[str | bytes, list[AnyDocument]] = {}
     for i in range(len(source)):
         example = source[i]
-        tokens = encode_examples(tokenizer, [example], field)[0]
+        tokens = encode_named(tokenizer, source, [i], [example], field)[0]
         name = "" if client_field is None else get_field(example, client_field)
         documents.setdefault(name, []).append(tokens)
     separator = tokenizer.separator

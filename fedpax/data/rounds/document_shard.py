@@ -3,19 +3,16 @@
 The position is three integers: a restore reads the current window again.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, UInt64
 
-from fedpax.data.rounds.documents import Field, encode_examples, read
-from fedpax.data.rounds.stream_parts import source_name
-from fedpax.errors import FedpaxError
+from fedpax.data.rounds.documents import Field, encode_named, read
 from fedpax.populations.partition import Indices
 from fedpax.sources.shuffle import hash_key, shuffled_index
 from fedpax.sources.source import Examples
-from fedpax.text.packing import AnyDocument, Document, TokenPairs, concatenate, padding
+from fedpax.text.packing import AnyDocument, Document, TokenPairs, concatenate, padding, tell_cut
 from fedpax.text.tokenizer import Tokenizer
 
 _CHUNK = 256  # documents whose order is computed at once
@@ -146,6 +143,7 @@ class Shard:
                 empty = padding(available, len(following) + 1, self._seq_len)
                 documents[-1] = last.padded(len(last) + empty, self._tokenizer.separator)
                 available += empty
+            tell_cut(following, self._seq_len)
             documents.append(following)
             available += len(following) + 1
         count = max(1, min(self._window_tokens, available) // self._seq_len)
@@ -169,25 +167,13 @@ class Shard:
             following = (self._order[document + k] for k in range(count))
             missing = [e for e in dict.fromkeys(following) if e not in self._cache]
             examples = read(self._source, missing)
-            tokens = self._encode(missing, examples)
+            tokens = encode_named(self._tokenizer, self._source, missing, examples, self._field)
             self._cache.update(zip(missing, tokens, strict=True))
             added = sum(map(len, tokens))
             self._cached_tokens += added
             self._mean_tokens = max(1.0, added / len(tokens))
             self._ahead = document + count
         return self._cache[example]
-
-    def _encode(self, numbers: list[int], examples: Sequence[Any]) -> Sequence[AnyDocument]:
-        try:
-            return encode_examples(self._tokenizer, examples, self._field)
-        except FedpaxError:
-            for number, example in zip(numbers, examples, strict=True):
-                try:
-                    encode_examples(self._tokenizer, [example], self._field)
-                except FedpaxError as error:
-                    where = f"Example {number} of {source_name(self._source)}, counted from 0"
-                    raise type(error)(f"{where}: {error}") from error
-            raise
 
     def _forget_before(self, document: int) -> None:
         """Forget documents that were read to their end, unless an epoch fits in a window."""

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fedpax.errors import ArgumentError
+from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.files import BYTE_ORDER_MARK
 from fedpax.sources.source import Examples, get_field
 from fedpax.text.conversation import Conversation
@@ -23,6 +23,28 @@ def encode_examples(
     if isinstance(field, Conversation):
         return field.encode(examples, tokenizer)
     return encode_documents(tokenizer, [get_text(example, field) for example in examples])
+
+
+def encode_named(
+    tokenizer: Tokenizer,
+    source: Examples,
+    numbers: Sequence[int],
+    examples: Sequence[Mapping[str, Any]],
+    field: Field,
+) -> Sequence[AnyDocument]:
+    """Tokenize examples of a source; an error names the example by its file or number."""
+    try:
+        return encode_examples(tokenizer, examples, field)
+    except FedpaxError:
+        for number, example in zip(numbers, examples, strict=True):
+            try:
+                encode_examples(tokenizer, [example], field)
+            except FedpaxError as error:
+                locate = getattr(source, "locate", None)
+                name = getattr(source, "name", type(source).__name__)
+                where = locate(number) if locate else f"{number} of {name}"
+                raise type(error)(f"Example {where}, counted from 0: {error}") from error
+        raise
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Sequence[Any]) -> list[Tokens]:

@@ -1,12 +1,13 @@
 """Rows of text to evaluate on: `HeldoutRows`, and `heldout_token_batches` in one process."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jaxtyping import Int64
 
-from fedpax.data.rounds.documents import Field, encode_examples
+from fedpax.data.rounds.documents import Field, encode_named
 from fedpax.data.rounds.stream_parts import check_sizes
 from fedpax.errors import ArgumentError
 from fedpax.processes.communication import gather_json
@@ -19,6 +20,7 @@ from fedpax.text.packing import (
     TokenPairs,
     concatenate,
     starts_in_rows,
+    tell_cut,
     to_batch,
 )
 from fedpax.text.tokenizer import BYTE_TOKENIZER, Tokenizer
@@ -61,7 +63,11 @@ class HeldoutRows:
         self._encode(0)  # so that a wrong field raises now
 
     def _encode_document(self, number: int) -> AnyDocument:
-        return encode_examples(self._tokenizer, [self._source[number]], self._field)[0]
+        return self._encode_all([number])[0]
+
+    def _encode_all(self, numbers: Sequence[int]) -> Sequence[AnyDocument]:
+        examples = [self._source[number] for number in numbers]
+        return encode_named(self._tokenizer, self._source, numbers, examples, self._field)
 
     @functools.cached_property
     def _starts(self) -> Int64[np.ndarray, " documents_and_1"]:
@@ -72,9 +78,9 @@ class HeldoutRows:
         pairs: list[int] = []
         for first in range(documents.start, documents.stop, _DOCUMENTS_AT_ONCE):
             numbers = range(first, min(first + _DOCUMENTS_AT_ONCE, documents.stop))
-            examples = [self._source[number] for number in numbers]
-            documents_read = encode_examples(self._tokenizer, examples, self._field)
-            pairs += [len(document) + 1 for document in documents_read]
+            for document in self._encode_all(numbers):
+                tell_cut(document, self.seq_len)
+                pairs.append(len(document) + 1)
         if shares > 1:
             pairs = [number for share in gather_json(pairs) for number in share]
         if self._is_scored:

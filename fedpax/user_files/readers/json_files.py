@@ -26,6 +26,7 @@ _OPENING, _CLOSING = np.frombuffer(b"[{", np.uint8), np.frombuffer(b"]}", np.uin
 _BLOCK = 1 << 26  # the longest line that is read, in bytes
 _STREAM_BLOCK = 1 << 24
 _LARGEST_BLOCK = (1 << 31) - 1
+_CHANGED = re.compile(r"Column\(/.*changed from")  # an error of Arrow: a value of another type
 _AS_TEXTS = "Write the values of {name!r} as texts"
 
 
@@ -94,16 +95,17 @@ def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions
             raise pa.ArrowInvalid("not UTF-8")
         return _parse_lines(lambda: pa.BufferReader(block), _LARGEST_BLOCK, types)
     except pa.ArrowInvalid as error:
-        if options.bad_rows is None or "Column(/" in str(error):  # a value of another type
+        if options.bad_rows is None or _CHANGED.search(str(error)):
             _check_objects(block, number, error)
             raise _located(error, number) from error
     kept = []
     for line in block.splitlines():
-        if _is_object(line):
+        if _fault(line) is None:
             kept.append(line)
         else:
             options.bad_rows.skip(file.path, line.decode(errors="replace"))
-    return _parse_lines(lambda: pa.BufferReader(b"\n".join(kept)), _LARGEST_BLOCK, types)
+    text = b"\n".join(kept or [b"{}"])  # Arrow reads no empty text
+    return _parse_lines(lambda: pa.BufferReader(text), _LARGEST_BLOCK, types)[: len(kept)]
 
 
 def _located(error: pa.ArrowInvalid, number: int = 0) -> ArgumentError:
@@ -112,27 +114,41 @@ def _located(error: pa.ArrowInvalid, number: int = 0) -> ArgumentError:
     text = row.sub(lambda row: f"in line {number + int(row[1]) + 1}", str(error))
     if "changed from" in text:
         text += ". Write all values of the column as one type, such as texts"
+        if "/[]/" in text or "array" in text:
+            text += (
+                ". Chat messages are a list of objects whose content is a text: join the texts of "
+                "parts, and parse messages that are a text with JSON"
+            )
     return ArgumentError(text)
 
 
 def _check_objects(block: bytes, number: int, error: pa.ArrowInvalid) -> None:
     """Raise an error for the first line that is no JSON object."""
-    lines = [] if "Column(/" in str(error) else block.split(b"\n")  # a value of another type
+    lines = [] if _CHANGED.search(str(error)) else block.split(b"\n")
     for count, line in enumerate(lines, number + 1):
-        if not _is_object(line):
+        if (fault := _fault(line)) is not None:
+            text = line.decode(errors="replace").strip()
             raise ArgumentError(
-                f"its line {count} is {line.decode(errors='replace').strip()!r:.80}, expected one "
-                "whole JSON object. Correct the line, or leave such lines out: `fedpax prepare` "
-                "does with --on_bad_row=skip"
+                f"its line {count} is {text[:78]!r}{'...' if text[78:] else ''}, expected one "
+                f"whole JSON object{fault}. Correct the line, or leave such lines out: `fedpax "
+                "prepare` does with --on_bad_row=skip"
             ) from error
 
 
-def _is_object(line: bytes) -> bool:
-    """Return whether a line is empty or a JSON object."""
+def _fault(line: bytes) -> str | None:
+    """Return None for an empty line or a JSON object; for others what a reader may not see."""
+    if not is_utf8(line):
+        return ""
     try:
-        return not line.strip() or isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
+        if line.strip():
+            _parse_lines(lambda: pa.BufferReader(line), _LARGEST_BLOCK, {})
+    except pa.ArrowInvalid as error:
+        text = str(error).removeprefix("JSON parse error: ")
+        if _CHANGED.search(text):
+            return None
+        hidden = "twice" in text or "surrogate" in text  # a name, or half of a pair
+        return re.sub(r"\.? in row 0\.?$", "", f": {text}") if hidden else ""
+    return None
 
 
 def _types_in(block: bytes, options: ReadOptions) -> dict[str, pa.DataType]:

@@ -1,9 +1,22 @@
 """Clients' text as rows: every token once, and no row with tokens of two clients."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from fedpax.data import SEPARATOR, ClientSampler, cohort_rounds, decode, load, pack
+from fedpax.data import (
+    SEPARATOR,
+    ClientSampler,
+    Conversation,
+    cohort_rounds,
+    decode,
+    heldout_token_batches,
+    load,
+    pack,
+    token_rounds,
+)
 from fedpax.data.rounds.client_token_rows import pack_clients, preprocess_rows
 from fedpax.text.tokenizer_json import encode
 
@@ -61,3 +74,30 @@ def test_the_embedded_text_has_a_client_for_each_module() -> None:
 def test_wrong_arguments_raise(source: list, seq_len: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         pack_clients(source, seq_len=seq_len)
+
+
+@pytest.mark.parametrize("by", ["q", "client", "example"])
+def test_an_example_of_files_is_named_by_its_place_in_its_file(tmp_path: Path, by: str) -> None:
+    """Not by its place among the examples that a hash leaves, sorted by client."""
+    field = Conversation("q", "r")
+    for name in ("b", "a"):
+        lines = [json.dumps({"q": f"{name}{k}", "r": "x" if k != 7 else None}) for k in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n" * 2)
+    readers = [
+        lambda source: pack_clients(source, seq_len=64, field=field),
+        lambda source: heldout_token_batches(source, batch_size=1, seq_len=64, field=field),
+        lambda source: next(
+            token_rounds(source, islands=1, local_steps=1, batch_size=9, seq_len=64, field=field)
+        ),
+    ]
+    named = 0
+    for split in ("train", "heldout"):
+        source = load(tmp_path / "*.jsonl", split, heldout_fraction=0.5, heldout_by=by)
+        if any(example["r"] is None for example in source):
+            for read in readers:
+                with pytest.raises(
+                    ValueError, match=r"^Example 7 of \S*/[ab].jsonl, counted from 0"
+                ):
+                    read(source.select(["q", "r"]))
+                named += 1
+    assert named

@@ -1,10 +1,12 @@
 """Every type of a column is read, prepared and shown, or told with the column and a remedy."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from user_files.written_tables import assert_equal, write_arrow
 
@@ -192,3 +194,30 @@ def test_a_skipped_example_is_told_in_words(tmp_path: Path) -> None:
     (first,) = made.first_skipped.values()
     assert first.startswith("time: 1970-01-01 00:00:00.000001+00:00, user: None, x: yyy")
     assert first.endswith("y...") and len(first) == 83
+
+
+def test_dates_of_one_type_are_held_out_alike_in_each_format(tmp_path: Path) -> None:
+    start = np.datetime64("2025-10-29T00:30:00")
+    times = [str(start + np.timedelta64(k, "h")).replace("T", " ") for k in range(200)]
+    lines = [f"{time},{k}" for k, time in enumerate(times)]
+    (tmp_path / "dates.csv").write_text("\n".join(["time,x", *lines]) + "\n")
+    columns = {"text": pa.array(times)}
+    columns |= {unit: columns["text"].cast(pa.timestamp(unit)) for unit in ("us", "ns")}
+    for name, column in columns.items():
+        pq.write_table(pa.table({"time": column, "x": range(200)}), tmp_path / f"{name}.parquet")
+
+    def held_out(pattern: str, types: Mapping[str, str]) -> dict[str, set[int]]:
+        return {
+            path.stem: set(
+                load(str(path), "heldout", heldout_fraction=0.2, types=types).column("x").tolist()
+            )
+            for path in tmp_path.glob(pattern)
+        }
+
+    # As docs/tables.md states: by their types, unless one type is stated.
+    apart = held_out("*", {})
+    assert len(apart) == 4 and len({frozenset(rows) for rows in apart.values()}) == 4
+    alike = [*held_out("*", {"time": "timestamp[s]"}).values()]
+    assert len(alike) == 4 and alike[0] and all(rows == alike[0] for rows in alike)
+    texts = held_out("[dt]*", {"time": "string"})
+    assert texts["dates"] == texts["text"] == apart["text"]

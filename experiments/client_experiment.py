@@ -199,21 +199,6 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         )
         return self.method.make(loss_fn, settings)
 
-    def make_rounds(
-        self,
-        examples: Examples | Arrays,
-        population: Partition,
-        sampler: ClientSampler,
-        preprocess: Preprocess,
-        *,
-        num_devices: int = 1,
-        chunk_size: int = 1,
-        pad_to: PadTo = "population",
-    ) -> CohortRounds:
-        """Make the rounds of the sampled clients, which are dealt to devices in chunks."""
-        layout = {"num_devices": num_devices, "chunk_size": chunk_size, "pad_to": pad_to}
-        return self.cohort.rounds(examples, population, sampler, preprocess, **layout)
-
     def check_resumable(self, former: Self) -> None:
         """Check that epsilon of the run's rounds stays true."""
         check_noise_is_kept(former.aggregator, self.aggregator)
@@ -223,8 +208,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
     ) -> tuple[CohortRounds, ClientSampler]:
         """Make rounds of all clients, and their sampler."""
         sampler = ClientSampler(len(population), len(population), self.cohort.seed)
-        rounds = self.make_rounds(examples, population, sampler, self.make_preprocess())
-        return rounds, sampler
+        return self.cohort.rounds(examples, population, sampler, self.make_preprocess()), sampler
 
     def make_stream(self, rounds: CohortRounds, sampler: ClientSampler) -> CohortStream:
         """Make the stream of cohorts from the rounds of the sampled clients."""
@@ -258,7 +242,8 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         if (example := self.blank_example()) is None:
             return None
         sampler, population = ClientSampler(1, 1), [np.zeros(1, np.int64)]
-        return batch_shapes(self.make_rounds(example, population, sampler, self.make_preprocess()))
+        rounds = self.cohort.rounds(example, population, sampler, self.make_preprocess())
+        return batch_shapes(rounds)
 
     def at_site(self, clients: ClientRange) -> SiteRun:
         """Make a site's run."""
@@ -267,7 +252,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         examples, own = fitting.read_clients()
         population = SitePopulation(own, clients.first, clients.total)
         sampler = ChosenClients(clients.total, size, fitting.cohort.seed)
-        rounds = fitting.make_rounds(examples, population, sampler, preprocess)
+        rounds = fitting.cohort.rounds(examples, population, sampler, preprocess)
         model = fitting.make_model()
         algorithm = fitting.make_algorithm(
             fitting.make_loss(model), fitting.make_sampler(population)
@@ -297,7 +282,6 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
 
     def build(self) -> Run:
         """Open the data, and make the population, cohorts, model, algorithm and mesh."""
-        cohort = self.cohort
         mesh = self.make_mesh()
         num_devices = mesh.shape.get("clients", 1)
         preprocess = self.make_preprocess()
@@ -306,12 +290,10 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         model = self.make_model()
         loss_fn = self.make_loss(model)
         params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
-        arguments = training, population, sampler, preprocess
         layout: Any = {"num_devices": num_devices, "pad_to": self.pad_to}
-        rounds = self.make_rounds(*arguments, **layout, chunk_size=cohort.at_once)
-        fitted = cohort.fit(mesh, loss_fn, params, rounds.shapes.batches)
-        if fitted.at_once != cohort.at_once:
-            rounds = self.make_rounds(*arguments, **layout, chunk_size=fitted.at_once)
+        rounds = self.cohort.rounds(training, population, sampler, preprocess, **layout)
+        fitted = self.cohort.fit(mesh, loss_fn, params, rounds.shapes.batches)
+        rounds.chunk_size = fitted.at_once
         read_heldout = self.open_heldout(preprocess)
 
         # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.

@@ -338,7 +338,7 @@ class FedAvgFiles(ClientExperiment):
     def _read_own(self, *, with_batches: bool) -> OwnExamples:
         examples, population = self.read_clients()
         sampler = ClientSampler(len(population), 1, self.cohort.seed)
-        rounds = self.make_rounds(examples, population, sampler, self.make_preprocess())
+        rounds = self.cohort.rounds(examples, population, sampler, self.make_preprocess())
         heldout, none = self.opened.parts(self.opened.heldout), np.zeros(0, np.int64)
         parts = [heldout.get(name, none) for name in self.training_parts]
         multiple = self.make_mesh().shape.get("clients", 1)

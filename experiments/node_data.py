@@ -97,7 +97,7 @@ def _own_files(experiment: Experiment, node: Node, files: str) -> CohortRounds:
     together = np.concatenate([np.asarray(part, np.int64) for part in population])
     sampler = ClientSampler(node.num_participants, 1, at_node.cohort.seed)
     population = OneParticipant(node.num_participants, node.participant, together)
-    return at_node.make_rounds(examples, population, sampler, at_node.make_preprocess())
+    return at_node.cohort.rounds(examples, population, sampler, at_node.make_preprocess())
 
 
 def _with_own_files(experiment: Experiment, node: Node, files: str) -> FedAvgFiles:

@@ -152,8 +152,7 @@ class ClientText(OnClientsMesh, LanguageModelExperiment):
         sampler = ClientSampler(len(population), cohort.size, cohort.seed)
         rounds = self._make_rounds(rows, population, sampler, num_devices)
         fitted = self._fit(mesh, trainable, rounds)
-        if fitted.cohort.at_once != cohort.at_once:
-            rounds = fitted._make_rounds(rows, population, sampler, num_devices)
+        rounds.chunk_size = fitted.cohort.at_once
 
         # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
         @functools.cache

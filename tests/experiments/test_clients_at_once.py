@@ -11,6 +11,7 @@ from test_image_experiments import small
 import fedpax
 from fedpax.experiments import fedavg_images as module
 from fedpax.primitives import participant_loop
+from fedpax.settings import cohort_settings
 from fedpax.settings.cohort_settings import CohortConfig
 
 
@@ -73,7 +74,11 @@ def test_the_cohorts_and_the_method_have_the_chunks_that_fit(experiment, monkeyp
     monkeypatch.setattr(
         CohortConfig, "fit", lambda cohort, *_: dataclasses.replace(cohort, chunk_size=3)
     )
+    made, make = [], cohort_settings.cohort_rounds
+    counted = lambda *args, **named: made.append(1) or make(*args, **named)
+    monkeypatch.setattr(cohort_settings, "cohort_rounds", counted)
     run = experiment.build()
+    assert len(made) == 1, "populations of millions take a second"
     chosen = dataclasses.replace(experiment.cohort, chunk_size=3)
     stated = dataclasses.replace(experiment, cohort=chosen).build()
     states = {}

@@ -64,6 +64,8 @@ class CohortRounds:
         items_per_round: the average number of examples that a cohort trains on in a round, local
             epochs included; estimated from at most 1,000 clients.
         num_clients: the size of the population: `client_ids` are below it.
+        chunk_size: the number of clients that a device runs at once; only the order of a round's
+            clients depends on it.
         item_unit: `"examples"`, the unit of `items_per_round`.
         shapes: a round's `Cohort` of `jax.ShapeDtypeStruct`.
         settings: the settings that a stream must have to restore a state of this one. A list of
@@ -101,7 +103,7 @@ class CohortRounds:
         self._scales_images = preprocess is preprocess_images
         self._preprocess = pack_images if self._scales_images else preprocess
         self._scaled = ReusedMemory()
-        self._num_devices, self._chunk_size = num_devices, chunk_size
+        self._num_devices, self.chunk_size = num_devices, chunk_size
         self._round = 0
         shape = sampler.cohort_size, max_steps, int(settings["batch_size"])
         fields: dict[str, Any] = {
@@ -187,7 +189,7 @@ class CohortRounds:
         num_steps = self._num_steps(sizes)
         devices = self._num_devices
         homes = home_devices(client_ids, self._sampler.num_clients, devices)
-        order = balanced_order(num_steps, devices, chunk_size=self._chunk_size, homes=homes)
+        order = balanced_order(num_steps, devices, chunk_size=self.chunk_size, homes=homes)
         return client_ids[order], _Located(first[order], sizes[order], indices)
 
     def _read_rows(

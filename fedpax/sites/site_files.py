@@ -14,14 +14,14 @@ import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.console import count_of
 from fedpax.errors import ArgumentError, ArgumentTypeError, DamagedStateError
 from fedpax.files import explain_damage, read_json
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter, select, with_quantiles
 from fedpax.run_files.paths import write_atomically
+from fedpax.sites.report_tables import ReportWatch
 from fedpax.sites.site_experiment import SITE_FILE, Json
-from fedpax.sites.site_table import SITES, SiteTable
+from fedpax.sites.site_table import SITES, SiteReport, SiteTable
 from fedpax.sites.tasks import read_message, write_message
 from fedpax.training.progress import Progress
 from fedpax.transport.message import Message, MessageError
@@ -174,37 +174,22 @@ def write_federation(folder: Path, run: str, inputs: Json | None, sites: SiteTab
     write_atomically(folder / FEDERATION, json.dumps(content, ensure_ascii=False) + "\n")
 
 
-SECONDS_BETWEEN_TABLES = 2.0
-
-
 class SiteWatch:
     """A reporter of changes in the sites' states, with `sites.json`."""
 
     def __init__(self, folder: Path, progress: Progress, sites: SiteTable) -> None:
-        self._path, self._progress, self._sites = folder / SITES, progress, sites
-        self._states: dict[str, str] = {}
+        self._progress, self._sites = progress, sites
+        self._watch = ReportWatch[SiteReport](folder / SITES, progress)
         self._rivals: set[str] = set()  # names of which a second process was told
-        self._next_file = 0.0
 
     def update(self, *, force: bool = False) -> None:
         """Report the changes since the last call, and write the table."""
-        reports = self._sites.reports(time.monotonic())
-        changed = [r for r in reports if self._states.get(r.name) != r.state]
-        for report in changed:
-            self._states[report.name] = report.state
-            clients = count_of(report.clients, "client")
-            self._progress.note(f"site {report.name} ({clients}): {report.state}")
+        self._watch.update(self._sites.reports(time.monotonic()), force=force)
         for name in sorted({site.name for site in self._sites if site.has_rival} - self._rivals):
             self._rivals.add(name)
             self._progress.note(
                 f"another process calls itself {name}. {self._sites.advise_rival()}"
             )
-        now = time.monotonic()
-        if not changed and not force and now < self._next_file:
-            return
-        self._next_file = now + SECONDS_BETWEEN_TABLES
-        rows = [report._asdict() for report in reports]
-        write_atomically(self._path, json.dumps(rows, indent=2) + "\n")
 
 
 class RoundMetrics:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedpax.console import format_bytes, format_seconds, format_value, markdown_table
-from fedpax.files import read_json
-from fedpax.run_files.metrics_log import is_finite_number
+from fedpax.console import count_of, format_bytes, format_value, markdown_table
+from fedpax.sites.report_tables import format_ago, read_reports
 from fedpax.sites.site_experiment import ClientRange, Json
 from fedpax.sites.tasks import EVALUATION, ROUND, Task
 
@@ -106,6 +105,11 @@ class SiteReport(NamedTuple):
     heldout: Mapping[str, float]  # metrics of its held-out examples
     seconds_since_message: float | None  # None: no message since the coordinator began
     share: float | None = None  # of the weight of the last round, if the coordinator sees it
+
+    @property
+    def subject(self) -> str:
+        """The site, in a line on its state."""
+        return f"site {self.name} ({count_of(self.clients, 'client')})"
 
 
 class SiteTable:
@@ -256,24 +260,7 @@ class SiteTable:
 
 def read_sites(job_log_dir: str | Path) -> list[SiteReport]:
     """Read the sites as the coordinator last wrote them; empty without a readable file."""
-    try:
-        sites = [SiteReport(**fields) for fields in read_json(Path(job_log_dir) / SITES)]
-    except (OSError, ValueError, TypeError):
-        return []
-    return sites if all(map(_is_whole, sites)) else []
-
-
-def _is_whole(site: SiteReport) -> bool:
-    """Return whether the fields have the types that the table shows."""
-    texts, numbers = site[:2], (site.clients, *(getattr(site, name) for name in _COUNTS))
-    return (
-        all(isinstance(text, str) for text in texts)
-        and all(map(is_finite_number, numbers))
-        and all(x is None or is_finite_number(x) for x in (site.epsilon, site.share))
-        and isinstance(site.heldout, dict)
-        and all(map(is_finite_number, site.heldout.values()))
-        and (site.seconds_since_message is None or is_finite_number(site.seconds_since_message))
-    )
+    return read_reports(Path(job_log_dir) / SITES, SiteReport)
 
 
 def format_sites(sites: Sequence[SiteReport]) -> str:
@@ -296,9 +283,7 @@ def format_sites(sites: Sequence[SiteReport]) -> str:
             *(["-" if site.share is None else f"{site.share:.1%}"] if weighted else []),
             *(["-" if site.epsilon is None else f"{site.epsilon:.4g}"] if private else []),
             *(format_value(site.heldout[name]) if name in site.heldout else "-" for name in names),
-            "-"
-            if site.seconds_since_message is None
-            else f"{format_seconds(site.seconds_since_message)} ago",
+            format_ago(site.seconds_since_message),
         ]
         for site in sites
     ]

@@ -1,6 +1,7 @@
 """What a coordinator tells of its sites while it waits."""
 
 import contextlib
+import json
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from fedpax.errors import ArgumentError
 from fedpax.sites.site_files import SiteWatch, read_run
 from fedpax.sites.site_process import identify
-from fedpax.sites.site_table import SiteTable
+from fedpax.sites.site_table import SITES, SiteTable, read_sites
 from fedpax.sites.take_part import Site
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.training.progress import Progress
@@ -103,3 +104,16 @@ def test_a_site_that_ends_with_an_error_is_told_as_failed(
     watch.update()
     state = "failed" if fails else "left"
     assert notes[-1] == f"site oslo (1 client): {state}"
+
+
+def test_the_table_is_read_back_and_a_damaged_one_is_empty(tmp_path: Path) -> None:
+    table = SiteTable(30.0)
+    table.add("oslo", 3).heldout = {"loss": 0.5}
+    with Progress("fed", rounds_done=0, rounds=1, enabled=False) as progress:
+        SiteWatch(tmp_path, progress, table).update()
+    assert read_sites(tmp_path) == table.reports(0.0)
+    (saved,) = json.loads((tmp_path / SITES).read_text())
+    wrong = {"name": 1, "clients": "3", "rounds": None, "epsilon": "x", "heldout": {"loss": "x"}}
+    for name, value in wrong.items():
+        (tmp_path / SITES).write_text(json.dumps([saved | {name: value}]))
+        assert read_sites(tmp_path) == [], name

@@ -1,88 +1,58 @@
 """The table of a syncer's islands, as text, and as `islands.json` for `fedpax show`."""
 
-import json
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from fedpax.console import format_seconds, format_value, markdown_table
-from fedpax.errors import ConfigurationError
-from fedpax.files import read_json, replace_file
-from fedpax.islands.syncer.members import IslandReport
-from fedpax.run_files.metrics_log import is_finite_number
+from fedpax.console import format_value, markdown_table
+from fedpax.sites.report_tables import ReportWatch, format_ago, read_reports
 from fedpax.training.progress import Progress
 
 TABLE_FILE = "islands.json"
 SECONDS_BETWEEN_TABLES = 10.0
 
 
+class IslandReport(NamedTuple):
+    """One island in a table: its name, state, shard, and counts as in `members.IslandRecord`."""
+
+    name: str
+    state: str  # one of `members.State`
+    shard: int | None
+    steps: int
+    loss: float | None
+    contributed: int
+    late: int
+    dropped: int
+    seconds_since_message: float | None  # None: it has not joined
+    site: str = ""  # the name of its certificate, or without one its own name
+
+    @property
+    def subject(self) -> str:
+        """The island, in a line on its state."""
+        shard = "no shard" if self.shard is None else f"shard {self.shard}"
+        return f"island {self.name} ({shard})"
+
+
 def read_islands(job_log_dir: str | Path) -> list[IslandReport]:
     """Read the islands as the syncer last wrote them; empty without a readable file."""
-    try:
-        content = read_json(Path(job_log_dir) / TABLE_FILE)
-        islands = [IslandReport(**island) for island in content]
-    except (OSError, ValueError, TypeError):
-        return []
-    if not all(_is_whole(island) for island in islands):
-        return []
-    return [
-        island
-        if island.seconds_since_message is not None
-        else island._replace(seconds_since_message=math.inf)
-        for island in islands
-    ]
+    return read_reports(Path(job_log_dir) / TABLE_FILE, IslandReport)
 
 
-def _is_whole(island: IslandReport) -> bool:
-    """Return whether the fields have the types that the table shows."""
-    name, state, *numbers, site = island
-    optional = {"shard", "loss", "seconds_since_message"}
-    known = dict(zip(IslandReport._fields[2:-1], numbers, strict=True))
-    return all(isinstance(text, str) for text in (name, state, site)) and all(
-        is_finite_number(value) or (value is None and field in optional)
-        for field, value in known.items()
-    )
-
-
-class IslandWatch:
+class IslandWatch(ReportWatch[IslandReport]):
     """A reporter of changes in the islands' states, with a table and `islands.json`."""
 
     def __init__(self, folder: Path, progress: Progress) -> None:
-        self._path, self._progress = folder / TABLE_FILE, progress
-        self._states: dict[str, str] = {}
+        super().__init__(folder / TABLE_FILE, progress)
         self._next_table = time.monotonic() + SECONDS_BETWEEN_TABLES
-        self._next_file = 0.0
 
-    def update(self, islands: Sequence[IslandReport], force: bool = False) -> None:
-        """Compare the islands with the islands of the last call, and report the changes."""
-        for island in islands:
-            if self._states.get(island.name) != island.state:
-                self._states[island.name] = island.state
-                self._progress.note(f"island {island.name} ({_shard(island)}): {island.state}")
+    def update(self, reports: Sequence[IslandReport], *, force: bool = False) -> None:
+        """Report the changes since the last call, and print and write the table."""
+        super().update(reports, force=force)
         now = time.monotonic()
-        if now >= self._next_table and islands:
+        if now >= self._next_table and reports:
             self._next_table = now + SECONDS_BETWEEN_TABLES
-            self._progress.note("islands\n" + format_islands(islands))
-        if now >= self._next_file or force:
-            self._next_file = now + 1.0
-            content = [island._asdict() for island in islands]
-            for fields in content:
-                if math.isinf(fields["seconds_since_message"]):  # JSON has no infinity
-                    fields["seconds_since_message"] = None
-            text = json.dumps(content, indent=2) + "\n"
-            try:  # without a flush to the disk, for which merges would wait
-                replace_file(self._path, text.encode(), sync=False)
-            except IsADirectoryError as error:
-                raise ConfigurationError(
-                    f"{error.filename2 or error.filename} is a folder, expected no folder: the "
-                    "syncer writes the table of its islands to this file. Remove the folder, then "
-                    "run the same command again to resume."
-                ) from error
-
-
-def _shard(island: IslandReport) -> str:
-    return "no shard" if island.shard is None else f"shard {island.shard}"
+            self._progress.note("islands\n" + format_islands(reports))
 
 
 def format_islands(islands: Sequence[IslandReport], *, sites: bool = False) -> str:
@@ -110,9 +80,7 @@ def format_islands(islands: Sequence[IslandReport], *, sites: bool = False) -> s
             str(island.contributed),
             str(island.late),
             str(island.dropped),
-            "-"
-            if math.isinf(island.seconds_since_message)
-            else f"{format_seconds(island.seconds_since_message)} ago",
+            format_ago(island.seconds_since_message),
         )
         for island in islands
     ]

@@ -4,9 +4,10 @@ import dataclasses
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from fedpax.islands.method_parts import describe_other_data
+from fedpax.islands.syncer.island_table import IslandReport
 from fedpax.transport.calls import RefusedError
 
 State = Literal[
@@ -129,21 +130,6 @@ class IslandRecord:
         return cls(**{**saved, "name": name, "merged": merged})
 
 
-class IslandReport(NamedTuple):
-    """One island in a table: its name, state, shard, and counts as in `members.IslandRecord`."""
-
-    name: str
-    state: State
-    shard: int | None
-    steps: int
-    loss: float | None
-    contributed: int
-    late: int
-    dropped: int
-    seconds_since_message: float
-    site: str = ""  # the name of its certificate, or without one its own name
-
-
 class Members:
     """The islands of a run, each with its own shard."""
 
@@ -254,7 +240,7 @@ class Members:
                 island.contributed,
                 island.late,
                 island.dropped,
-                now - island.last_message if island.joined else math.inf,
+                now - island.last_message if island.joined else None,
                 island.voter,
             )
             for island in sorted(self, key=lambda island: (island.shard is None, island.shard or 0))

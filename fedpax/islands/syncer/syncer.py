@@ -13,11 +13,11 @@ import numpy as np
 
 from fedpax.algorithm import AlgorithmParts, most_phases_ahead
 from fedpax.islands.method_parts import MAX_DATA_SETS
+from fedpax.islands.syncer.island_table import IslandReport
 from fedpax.islands.syncer.members import (
     FREE_SHARD_AFTER,
     Epochs,
     IslandRecord,
-    IslandReport,
     Members,
     note_merged,
 )

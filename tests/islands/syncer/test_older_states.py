@@ -15,8 +15,8 @@ from islands.syncer.stored_merges import FRAGMENTS, Model, begin, load, manifest
 
 from fedpax.errors import ConfigurationError, DamagedStateError
 from fedpax.islands.syncer import syncer_store as journal_module
+from fedpax.islands.syncer.island_table import IslandReport
 from fedpax.islands.syncer.logs import read_merges
-from fedpax.islands.syncer.members import IslandReport
 from fedpax.islands.syncer.syncer_store import SyncerStore
 
 Files = dict[Path, bytes]

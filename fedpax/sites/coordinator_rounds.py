@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from fedpax.console import count_of
 from fedpax.errors import FedpaxError
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import OF_SITE, MetricsWriter
+from fedpax.secure_sums.roster import Signer
 from fedpax.sites.agreement import Agreement
 from fedpax.sites.coordinator_program import (
     CoordinatorProgram,
@@ -41,9 +42,6 @@ from fedpax.sites.tasks import ROUND, SiteReply, new_token
 from fedpax.training.progress import Progress
 from fedpax.training.round_logger import NonFiniteError
 from fedpax.training.training_config import is_due
-
-if TYPE_CHECKING:
-    from fedpax.secure_sums.roster import Signer
 
 MOST_FAILURES = 5
 """Times that a round may fail by replies that do not count."""
@@ -84,7 +82,7 @@ class Coordinator:
         progress: Progress,
         stop: Callable[[], bool],
         done: int,
-        signer: "Signer | None" = None,
+        signer: Signer | None = None,
     ) -> None:
         self._experiment, self._folder, self.exchange = experiment, folder, exchange
         self._rules, self._checkpoints, self._metrics = rules, checkpoints, metrics

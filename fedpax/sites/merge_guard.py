@@ -11,7 +11,7 @@ from fedpax.sites.coordinator_program import CoordinatorProgram, CoordinatorStat
 from fedpax.sites.stage_calls import Participants, StageCalls
 from fedpax.sites.tasks import SiteReply
 from fedpax.sites.update_filters import NormHistory, drop_harmful, drop_large, parse_accept_if
-from fedpax.transforms.stages import Request
+from fedpax.transforms.stages import Request, drive
 
 ModelOf = Callable[[frozenset[str]], Params]
 """Returns the model that the updates of some sites alone make; without any, the present model."""
@@ -105,12 +105,8 @@ def drop_replies(
     stages = program.stages
 
     def finish(reply: tuple[Any, Any, list[int]]) -> Params:
-        server = program.serve(state)
-        try:
-            for message in (None, *earlier, reply):
-                server.send(message)
-        except StopIteration as end:
-            state_after, _ = end.value
+        replies_in_order = iter([*earlier, reply])
+        state_after, _ = drive(program.serve(state), lambda _: next(replies_in_order))
         params: Params = state_after.params
         return params
 

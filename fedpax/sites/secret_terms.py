@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from fedpax.secure_sums.arithmetic import (
 )
 from fedpax.secure_sums.coordinator_side import CoordinatorSide
 from fedpax.secure_sums.message import Message
+from fedpax.secure_sums.roster import Signer
 from fedpax.secure_sums.site_side import SiteSums
 from fedpax.sites.downlink import SMALLEST, WHOLE, make_codec, whole
 from fedpax.sites.site_experiment import Json
@@ -31,10 +32,6 @@ from fedpax.sites.tasks import QUESTION, TERM, ArrayTypes, SiteReply, Task, in_o
 from fedpax.transforms.client_stages import Stage
 from fedpax.transforms.stages import Stages
 from fedpax.transport.calls import RefusedError
-
-if TYPE_CHECKING:
-    from fedpax.secure_sums.roster import Signer
-
 
 TASK = "secure_sum"
 """The task of the phases of a secure sum in which no values are sent."""
@@ -45,7 +42,7 @@ Arrays = Mapping[str, np.ndarray]
 class SecretTerms:
     """A site's part in the secure sums of its rounds."""
 
-    def __init__(self, name: str, least_sites: int = 0, signer: "Signer | None" = None) -> None:
+    def __init__(self, name: str, least_sites: int = 0, signer: Signer | None = None) -> None:
         self._name, self._least = name, least_sites
         self._sums = SiteSums(least_sites or 3, signer)
 
@@ -108,7 +105,7 @@ def ask_for_sums(
     clients: Mapping[str, int],
     least_clients: int,
     report: Callable[[str, str], None],
-    signer: "Signer | None" = None,
+    signer: Signer | None = None,
 ) -> dict[str, SiteReply] | None:
     """Ask sites as `TaskExchange.ask`, for the sum of their terms alone, in the first reply."""
     # Malformed or unsigned answers are left out; too few sites or clients raise a `SecureSumError`.
@@ -129,7 +126,8 @@ def ask_for_sums(
                 "with fewer, the noise is too small, and the sum is not opened"
             )
         asked = _phase_task(task, session, phase, requests, shapes)
-        replies = exchange.ask(asked, max(quorum, _needed(requests)), seconds, stop)
+        needed = len(requests) // 2 + 1  # more than half, before a deadline ends a phase
+        replies = exchange.ask(asked, max(quorum, needed), seconds, stop)
         if replies is None:
             return None
         for name, reply in replies.items():
@@ -156,11 +154,6 @@ def ask_for_sums(
     first, *others = side.present
     sent = {first: SiteReply(fields[first], total)} | {n: SiteReply(fields[n], {}) for n in others}
     return sent | {name: reply for name, reply in faults.items() if name not in sent}
-
-
-def _needed(sites: Collection[str]) -> int:
-    """Return the number of answers before a deadline ends a phase: more than half."""
-    return len(sites) // 2 + 1
 
 
 def _phase_task(

@@ -3,12 +3,13 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from fedpax.errors import FedpaxError
+from fedpax.secure_sums.roster import Signer
 from fedpax.sites.coordinator_program import (
     check_masks,
     coded_arrays,
@@ -40,10 +41,6 @@ from fedpax.sites.tasks import (
 )
 from fedpax.sites.update_rows import UpdateRows
 from fedpax.transforms.stages import Request, Stages
-
-if TYPE_CHECKING:
-    from fedpax.secure_sums.roster import Signer
-
 
 MOST_SHARE = 0.5
 """Part of the weight beyond which a site of three and more is told."""
@@ -82,7 +79,7 @@ class StageCalls:
         folder: Path,
         note: Callable[[str], None],
         stop: Callable[[], bool],
-        signer: "Signer | None" = None,
+        signer: Signer | None = None,
     ) -> None:
         self._signer = signer
         self._exchange, self._rules, self._note, self._stop = exchange, rules, note, stop

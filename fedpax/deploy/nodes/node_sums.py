@@ -3,18 +3,17 @@
 Participants believe the server which public key belongs to which of them.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fedpax.deploy.encoded_values import decode_values, encode_values
+from fedpax.deploy.nodes.node_roster import Network
 from fedpax.deploy.packets import Packet, one_line
 from fedpax.errors import ArgumentError
 from fedpax.files import check_nesting
@@ -29,10 +28,6 @@ from fedpax.secure_sums.coordinator_side import CoordinatorSide
 from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.roster import MAX_SITES
 from fedpax.secure_sums.site_side import SiteSums, UnknownSumError
-
-if TYPE_CHECKING:
-    from fedpax.deploy.nodes.round_server import Network
-
 
 LEAST_PARTICIPANTS = 3
 """Of a sum of two, each of them learns the other's terms."""
@@ -178,14 +173,15 @@ class ServerSums:
                         name = str(packets[node].values["participant"])
                         side.receive(name, _read(reply))
                     except SecureSumError as error:
-                        message = one_line(error)
-                        self._log.warning("A participant is left out of the sum: %s", message)
+                        self._log.warning(
+                            "A participant is left out of the sum: %s", one_line(error)
+                        )
                 try:
                     requests = dict(side.advance())
                 finally:
                     for name, reason in side.suspects.items():
-                        message = f"Participant {name} does not keep to the protocol: {reason}"
-                        self._log.warning("%s", message)
+                        words = "Participant %s does not keep to the protocol: %s"
+                        self._log.warning(words, name, reason)
         except SecureSumError as error:
             self._log.warning("No secure sum: %s", error)
             return [], []

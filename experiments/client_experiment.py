@@ -134,7 +134,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
     def make_evaluation(
         self, evaluate: Callable[..., Callable[[Params], dict[str, float]]], model: FunctionalModel
     ) -> Callable[[Params], dict[str, float]]:
-        """Make the evaluation of a model, by default the training loss and its metrics."""
+        """Make the evaluation of a model: means over examples, by default of the training loss."""
         return evaluate(self.make_loss(model))
 
     def _evaluate_on(
@@ -232,6 +232,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             accountant=configured_accountant(self.aggregator),
             batches=fitting._batch_shapes(),
             notes=(*self.agreed, *describe_privacy(self, in_stages=True)),
+            finish=self.finish_metrics,
         )
 
     def blank_example(self) -> Arrays | None:
@@ -267,6 +268,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             evaluate,
             fitting.count_heldout(),
             fitting.name_clients(own),
+            finish=self.finish_metrics,
         )
 
     def name_clients(self, population: Partition) -> Sequence[str]:
@@ -314,7 +316,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             algorithm=with_cohort(self, fitted).make_algorithm(loss_fn, sampler),
             init=model.init,
             cohorts=self.make_stream(rounds, sampler),
-            evaluate=lambda params: evaluate_heldout()(params),
+            evaluate=lambda params: dict(self.finish_metrics(evaluate_heldout()(params))),
             mesh=mesh,
             shardings=Shardings(
                 params=shardings(model.logical_axes, params, mesh), cohort=over_clients(mesh)

@@ -24,9 +24,10 @@ from fedpax.errors import ArgumentError
 from fedpax.experiments.client_experiment import ClientExperiment
 from fedpax.experiments.parts.client_evaluation import (
     EvaluateClients,
+    finish_regression,
     heldout_of_files,
+    label_moments,
     measure_clients,
-    with_units,
 )
 from fedpax.experiments.parts.file_experiments import (
     INPUTS,
@@ -38,21 +39,13 @@ from fedpax.experiments.parts.file_experiments import (
     with_own_models,
     write_saved_inputs,
 )
-from fedpax.models.losses import (
-    ModelLoss,
-    classification_loss,
-    l2_regularized,
-    squared_error_loss,
-)
+from fedpax.models.losses import ModelLoss, classification_loss, l2_regularized, squared_error_loss
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.mesh_sizes import ShardedSize
 from fedpax.settings.client_files import FilesConfig
 from fedpax.settings.client_methods import fine_tuned_models, sum_fine_tuned
 from fedpax.sites.site_experiment import ClientRange, SiteRun
-from fedpax.training.client_metrics import (
-    ClientMetrics,
-    ExampleOwners,
-)
+from fedpax.training.client_metrics import ClientMetrics, ExampleOwners
 from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.experiment import Run
 from fedpax.user_paths import expand_home
@@ -187,8 +180,11 @@ class FedAvgFiles(ClientExperiment):
         if not self.opened.heldout.any():
             return run
         evaluate = functools.cache(lambda: self.own_model_means(fine_tune=True))
+        of_new = int(self.opened.is_new[self.opened.owners].sum())
         return run._replace(
-            evaluate_personal=lambda state: evaluate()(state), fine_tune=self.fine_tune
+            heldout_parts={NEW: of_new},
+            evaluate_personal=lambda state: evaluate()(state),
+            fine_tune=self.fine_tune,
         )
 
     def name_clients(self, population: Partition) -> Sequence[str]:
@@ -253,21 +249,29 @@ class FedAvgFiles(ClientExperiment):
         table, loss_fn = self.opened, self._plain_loss(model)
         of_new = table.is_new[table.owners]
         parts = {"": table.heldout, NEW: of_new} if table.heldout.any() else {"": of_new}
+        is_class = self.label.task == "classification"
         evaluations = {
-            prefix: (evaluate(loss_fn, batches=self._batches(chosen)), self.prepared.labels[chosen])
+            prefix: (
+                evaluate(loss_fn, batches=self._batches(chosen)),
+                {} if is_class else label_moments(self.prepared.labels[chosen]),
+            )
             for prefix, chosen in parts.items()
             if chosen.any()
         }
-        label = self.prepared.label
 
         def evaluate_parts(params: Params) -> dict[str, float]:
             return {
                 f"{prefix}{name}": value
-                for prefix, (evaluate_part, labels) in evaluations.items()
-                for name, value in with_units(label, evaluate_part(params), labels).items()
+                for prefix, (evaluate_part, moments) in evaluations.items()
+                for name, value in {**evaluate_part(params), **moments}.items()
             }
 
         return evaluate_parts
+
+    def finish_metrics(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Make `rmse` and `r2` of a number to predict from means over examples."""
+        label = self.label
+        return means if label.task == "classification" else finish_regression(label.scale, means)
 
     def make_client_evaluation(self, model: FunctionalModel) -> EvaluateClients:
         """Make the evaluation by client; clients without training examples are marked "(new)"."""

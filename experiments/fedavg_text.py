@@ -16,7 +16,7 @@ from fedpax.data import (
 from fedpax.data.rounds.client_token_rows import pack_clients
 from fedpax.data.rounds.labeled_examples import Arrays
 from fedpax.errors import ArgumentError
-from fedpax.experiments.parts.client_evaluation import HeldoutSets
+from fedpax.experiments.parts.client_evaluation import HeldoutSets, finish_perplexity
 from fedpax.experiments.parts.client_text import ClientText, ClientTextConfig
 from fedpax.experiments.parts.over_sites import (
     ChosenClients,
@@ -164,6 +164,7 @@ class FedAvgText(OverSites, ClientText):
             initial=trainable.initial,
             frozen=None if trainable.frozen is None else trainable.frozen.shapes,
             batches=fitting._batch_shapes(),
+            finish=finish_perplexity,
         )
 
     def _batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -201,6 +202,11 @@ class FedAvgText(OverSites, ClientText):
             [str(client) for client in range(clients.number)],  # which keep no states
             frozen=trainable.frozen,
             fine_tune=functools.partial(self._fine_tune, rows, population),
+            finish=finish_perplexity,
+            heldout_parts={
+                f"heldout/{name}/": int(rows.num_targets.sum())
+                for name, rows in ({} if heldout is None else heldout.others).items()
+            },
         )
 
     def _fine_tune(self, rows: Arrays, population: Partition, params: Params) -> Params:

@@ -2,13 +2,18 @@
 
 import abc
 import dataclasses
+import itertools
+import os
+import tarfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorflow_datasets as tfds
 from numpy.typing import NDArray
 
 from fedpax import Cohort
@@ -36,8 +41,9 @@ from fedpax.settings.cohort_settings import (
     ServerConfig,
     check_has_fields,
 )
+from fedpax.sources.data_sets import data_folder, unreachable_hosts
+from fedpax.sources.federated_archive import ARCHIVES_URL, Archive, check
 from fedpax.sources.source import get_field
-from fedpax.sources.stackoverflow_words import stackoverflow_words
 from fedpax.training.evaluation import Batch
 from fedpax.training.training_config import TrainingConfig
 
@@ -81,16 +87,14 @@ class FedAvgTokens(FedAvgExperiment):
         self, evaluate: Callable[..., Callable[[Params], dict[str, float]]], model: FunctionalModel
     ) -> Callable[[Params], dict[str, float]]:
         """Make the evaluation: the loss and the accuracy of all held-out targets together."""
-        parts = evaluate(next_word_loss(model.apply, self.num_known))
+        return evaluate(next_word_loss(model.apply, self.num_known))
 
-        def evaluate_heldout(params: Params) -> dict[str, float]:
-            means = parts(params)
-            return {
-                "loss": means["loss"],
-                "accuracy": means["known_correct"] / max(means["known"], 1e-9),
-            }
-
-        return evaluate_heldout
+    def finish_metrics(self, means: Mapping[str, Any]) -> dict[str, Any]:
+        """Divide the known targets that are correct by all known ones."""
+        if not {"loss", "known", "known_correct"} <= means.keys():
+            return {}
+        accuracy = means["known_correct"] / np.maximum(means["known"], 1e-9)
+        return {"loss": means["loss"], "accuracy": accuracy}
 
     @abc.abstractmethod
     def read_heldout_rows(
@@ -112,15 +116,11 @@ class FedAvgTokens(FedAvgExperiment):
         owners = clients.owners[examples]
         parts = partition_natural(owners)
 
-        def finish(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            accuracy = means["known_correct"] / np.maximum(means["known"], 1e-9)
-            return {"loss": means["loss"], "accuracy": accuracy}
-
         return masked_loss_by_client(
             next_word_loss(model.apply, self.num_known),
             rows_by_client(rows, parts),
             [clients.names[k] for k in parts.names],
-            finish,
+            self.finish_metrics,
         )
 
     def make_stream(self, rounds: CohortRounds, sampler: ClientSampler) -> CohortStream:
@@ -279,3 +279,54 @@ class WordRows:
             row[1 : 1 + len(numbers)] = numbers
         targets = rows[:, 1:]
         return {"inputs": rows[:, :-1], "targets": targets, "mask": targets != 0}
+
+
+# ---- the words of Stack Overflow by frequency, as TensorFlow Federated publishes them
+
+ARCHIVE = Archive(
+    f"{ARCHIVES_URL}/stackoverflow.word_count.tar.bz2",
+    sha256="1dc00256d6e527c54b9756d968118378ae14e6692c0b3b6cad470cdd3f0c519c",
+)
+_MEMBER = "stackoverflow.word_count"
+
+
+def stackoverflow_words(
+    count: int, *, data_dir: str | os.PathLike[str] | None = None
+) -> list[bytes]:
+    """Return the most frequent words in the training split of Stack Overflow, in their order."""
+    # The frequency of a word is the number of users who have used it. The archive is downloaded
+    # once. On a machine without a network, put it into `<data_dir>/downloads/manual`. Address,
+    # SHA-256 and format, a word and its count per line: TensorFlow Federated,
+    # tensorflow_federated/python/simulation/datasets/stackoverflow.py, `load_word_counts`.
+    if count < 1:
+        raise ArgumentError(f"count is {count}, expected at least 1.")
+    path = _find(data_folder(data_dir))
+    try:
+        check(path, ARCHIVE)
+        with tarfile.open(path) as archive:
+            lines = archive.extractfile(_MEMBER) or ()  # (): a folder
+            words = [line.split()[0] for line in itertools.islice(lines, count)]
+    except PermissionError:
+        raise
+    except (OSError, EOFError, KeyError, IndexError, tarfile.TarError) as error:
+        raise OSError(
+            f"{path} {error}: replace it with a new copy of {ARCHIVE.url}, or delete it and load "
+            "again."
+        ) from None
+    if len(words) < count:
+        raise ArgumentError(f"{path} has {len(words)} words, expected {count}: ask for fewer.")
+    return words
+
+
+def _find(root: Path) -> Path:
+    """Return the archive's path, after a download if necessary."""
+    manual = root / "downloads" / "manual" / ARCHIVE.filename
+    if manual.exists():
+        return manual
+    downloads = tfds.download.DownloadManager(download_dir=root / "downloads")
+    if unreachable_hosts([ARCHIVE.url]):
+        raise ConnectionError(
+            f"The words of Stack Overflow are not in {root} and cannot be downloaded, because "
+            f"their host cannot be reached. Put {ARCHIVE.url} into {manual.parent} and load again."
+        )
+    return Path(downloads.download(ARCHIVE.url))

@@ -1,7 +1,8 @@
-"""Public names of a package, which are imported with it or on first use."""
+"""Public names of a package, imported with it or on first use, and old names."""
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
 
@@ -43,3 +44,12 @@ def lazy_names(
         return sorted({*modules, *(n for n in vars(sys.modules[package]) if n.startswith("__"))})
 
     return sorted(name for name in modules if modules[name] != package), get, list_names
+
+
+def warn_deprecated(old: str, new: str, *, removed_in: str) -> None:
+    """Warn at the caller's caller that a name is deprecated, until the version `removed_in`."""
+    warnings.warn(
+        f"{old} is deprecated and will be removed in fedpax {removed_in}. Use {new}.",
+        DeprecationWarning,
+        stacklevel=3,
+    )

@@ -10,7 +10,7 @@ import pytest
 from packaging.version import Version
 
 import fedpax
-from fedpax.deprecation import warn_deprecated
+from fedpax.lazy_names import warn_deprecated
 
 ROOT = Path(__file__).parent.parent
 

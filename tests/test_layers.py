@@ -20,7 +20,6 @@ ROOT = Path(__file__).parent.parent
 # __init__.py, which gathers the public names of the layers below it.
 HEIGHT = {
     "errors": 0,
-    "deprecation": 0,
     "lazy_names": 0,
     "extras": 1,
     "chips": 1,

@@ -86,17 +86,6 @@ def label_weights(
     return np.asarray(counts / np.maximum(np.bincount(heldout, minlength=classes), 1), np.float64)
 
 
-def with_units(
-    label: Label, metrics: dict[str, float], labels: NDArray[np.floating]
-) -> dict[str, float]:
-    """Add the error in the label's unit, and the share of variance that is explained."""
-    if label.task == "classification":
-        return metrics
-    variance = float(np.var(labels, dtype=np.float64))
-    r2 = 1 - metrics["loss"] / variance if variance else float("nan")
-    return {**metrics, "rmse": metrics["loss"] ** 0.5 * label.scale, "r2": r2}
-
-
 def measure_clients(
     label: Label, outputs: NDArray[Any], labels: NDArray[Any], clients: ExampleOwners
 ) -> ClientMetrics:
@@ -142,7 +131,7 @@ def heldout_of_files(
     heldout = HeldoutClients(clients, [names[k] for k in chosen], opened.is_new[chosen], loss_fn)
     if prepared.label.task == "classification":
         return heldout
-    finish = functools.partial(_finish_regression, prepared.label.scale)
+    finish = functools.partial(finish_regression, prepared.label.scale, rounding=1e-6)
     return heldout._replace(loss_fn=_with_label_moments(loss_fn), finish=finish)
 
 
@@ -181,13 +170,27 @@ def _with_label_moments(loss_fn: ModelLoss) -> ModelLoss:
     return with_moments
 
 
-def _finish_regression(scale: float, means: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the error in the label's unit and the explained variance to means of examples."""
-    loss = means["loss"]
-    variance = means["label_squared"] - np.square(means["label"])
-    # Equal labels have a variance of rounding errors alone.
-    known = np.where(variance > 1e-6 * means["label_squared"], variance, np.nan)
-    return {"loss": loss, "rmse": np.sqrt(loss) * scale, "r2": 1 - loss / known}
+def label_moments(labels: NDArray[np.floating]) -> dict[str, float]:
+    """Return the means of labels and of their squares."""
+    wide = labels.astype(np.float64)
+    return {"label": wide.mean(), "label_squared": np.mean(wide**2)}
+
+
+def finish_regression(
+    scale: float, means: Mapping[str, Any], rounding: float = 1e-12
+) -> dict[str, Any]:
+    """Make the error in the label's unit and the explained variance from means of each part."""
+    moments = ("label", "label_squared")
+    metrics = {name: x for name, x in means.items() if not name.endswith(moments)}
+    for part in [name.removesuffix("loss") for name in metrics if name.endswith("loss")]:
+        if not all(part + name in means for name in moments):
+            continue
+        loss, mean, squared = (means[part + name] for name in ("loss", *moments))
+        variance = squared - np.square(mean)
+        # Equal labels have a variance of rounding errors alone.
+        known = np.where(variance > rounding * squared, variance, np.nan)
+        metrics |= {f"{part}rmse": np.sqrt(loss) * scale, f"{part}r2": 1 - loss / known}
+    return metrics
 
 
 # ---- held-out texts: the split that every run evaluates on, and further data sets by name
@@ -293,9 +296,22 @@ def place_rows(
 
 
 def _with_perplexity(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Add the perplexity; inf if it exceeds the largest float."""
+    """Add the perplexity."""
+    return {"loss": metrics["loss"], "perplexity": _perplexity(metrics["loss"]), **metrics}
+
+
+def _perplexity(loss: float) -> float:
+    """Return the perplexity; inf if it exceeds the largest float."""
     try:
-        perplexity = math.exp(metrics["loss"])
+        return math.exp(loss)
     except OverflowError:
-        perplexity = math.inf
-    return {"loss": metrics["loss"], "perplexity": perplexity, **metrics}
+        return math.inf
+
+
+def finish_perplexity(means: Mapping[str, float]) -> dict[str, float]:
+    """Make each perplexity from the mean of its loss."""
+    metrics = dict(means)
+    for name in [name for name in means if name.endswith("perplexity")]:
+        if (loss := means.get(f"{name.removesuffix('perplexity')}loss")) is not None:
+            metrics[name] = _perplexity(loss)
+    return metrics

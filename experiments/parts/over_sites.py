@@ -54,6 +54,10 @@ class OverSites:
         del inputs
         return self
 
+    def finish_metrics(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Make metrics of means over held-out examples, by default the means."""
+        return means
+
     def sized(self, num_clients: int) -> Self:
         """Return the experiment with at most as many clients in a round as there are."""
         experiment: Any = self

@@ -2,7 +2,7 @@
 
 from fedpax.checkpoints.participant_states import resize_weights
 from fedpax.checkpoints.saved_state import load_field, load_params
-from fedpax.deprecation import warn_deprecated
+from fedpax.lazy_names import warn_deprecated
 
 __all__ = [
     "load_field",

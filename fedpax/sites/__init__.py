@@ -8,8 +8,7 @@
 
 import importlib
 
-from fedpax.deprecation import warn_deprecated
-from fedpax.lazy_names import lazy_names
+from fedpax.lazy_names import lazy_names, warn_deprecated
 
 # Its modules need the extra `sites`.
 __all__, _get, __dir__ = lazy_names(__name__)

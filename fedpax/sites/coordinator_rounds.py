@@ -111,7 +111,7 @@ class Coordinator:
             tie_seconds=rules.round_seconds,
         )
         self._evaluation = SiteEvaluation(
-            exchange, self._log, self._watch, rules.round_seconds, stop_now
+            exchange, self._log, self._watch, rules.round_seconds, stop_now, self._finish
         )
 
     @property
@@ -206,6 +206,11 @@ class Coordinator:
                 self._progress.note(told)
             self._programs = {number: CoordinatorProgram(run, divided, state, cohort)}
         return self._programs[number]
+
+    def _finish(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Make metrics of the means of sites."""
+        (program,) = self._programs.values()
+        return program.run.finish(means)
 
     def _start(self, program: CoordinatorProgram) -> CoordinatorState:
         """Restore the state, or make a new one."""

@@ -1,6 +1,6 @@
 """The former module of `fedpax.transport.signed_keys.CertificateSigner`."""
 
-from fedpax.deprecation import warn_deprecated
+from fedpax.lazy_names import warn_deprecated
 
 
 def __getattr__(name: str) -> object:

@@ -1,24 +1,37 @@
 """Evaluation by site: each site measures the model on its own held-out examples."""
 
 import copy
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.errors import ArgumentError
 from fedpax.run_files.metrics import OF_SITE, with_quantiles
 from fedpax.sites.downlink import whole
-from fedpax.sites.site_experiment import ClientRange
+from fedpax.sites.site_experiment import FINE_TUNED, ClientRange, Finish
 from fedpax.sites.site_files import RoundMetrics, SiteWatch
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import EVALUATION, SHARED, Task, new_token, numbered
 
 _SECONDS_BETWEEN_ATTEMPTS = 1.0
+
+
+class Heldout(NamedTuple):
+    """The means of a site, and the numbers of examples in all and in parts."""
+
+    examples: int
+    parts: Mapping[str, int]
+    means: Mapping[str, float]
+
+    def count(self, name: str) -> int:
+        """Return the number of examples of a mean."""
+        name = name.removeprefix(f"{FINE_TUNED}_")
+        return next((n for part, n in self.parts.items() if name.startswith(part)), self.examples)
 
 
 class SiteEvaluation:
@@ -31,8 +44,9 @@ class SiteEvaluation:
         watch: SiteWatch,
         round_seconds: float,
         stop: Callable[[], bool],
+        finish: Finish,
     ) -> None:
-        self._exchange, self._log, self._watch = exchange, log, watch
+        self._exchange, self._log, self._watch, self._finish = exchange, log, watch, finish
         self._round_seconds, self._stop = round_seconds, stop
         self._with_model: set[str] = set()  # sites that have the model of the last round
 
@@ -54,24 +68,29 @@ class SiteEvaluation:
         )
         seconds = self._round_seconds if seconds is None else seconds
         replies = self._exchange.ask(task, 1, seconds, self._stop)
-        measured: dict[str, tuple[int, dict[str, float]]] = {}
+        measured: dict[str, Heldout] = {}
         for name, reply in (replies or {}).items():
-            metrics, count = reply.header.get("metrics"), reply.header.get("examples", 0)
-            if isinstance(metrics, dict) and count > 0:
-                measured[name] = count, {k: float(v) for k, v in metrics.items() if v is not None}
+            means, count = reply.header.get("metrics"), reply.header.get("examples", 0)
+            if isinstance(means, dict) and count > 0:
+                known = {k: float(v) for k, v in means.items() if v is not None}
+                measured[name] = Heldout(count, reply.header.get("parts", {}), known)
             if last and "fault" not in reply.header:
                 self._with_model.add(name)
         # A site whose loss is not finite has none.
-        with_loss = [each for each in measured.values() if "loss" in each[1]]
+        with_loss = [each for each in measured.values() if "loss" in each.means]
         if not with_loss:
             return
         by_site: dict[str, float] = {}
-        for name, (_, metrics) in measured.items():
+        for name, heldout in measured.items():
             site = self._exchange.sites.get(name)
             assert site is not None
-            site.heldout = metrics
-            by_site |= {f"{OF_SITE}{name}/{key}": value for key, value in metrics.items()}
-        self._log.add_evaluation(number, _weighted_mean(with_loss), by_site)
+            site.heldout = self._metrics(heldout.means)
+            by_site |= {f"{OF_SITE}{name}/{key}": value for key, value in site.heldout.items()}
+        self._log.add_evaluation(number, self._metrics(_weighted_mean(with_loss)), by_site)
+
+    def _metrics(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics that are finite."""
+        return {n: float(x) for n, x in self._finish(means).items() if math.isfinite(x)}
 
     def say_goodbye(self, number: int, params: Callable[[], Params], seconds: float) -> list[str]:
         """Answer sites until each of them knows the end of the run, at most for `seconds`."""
@@ -115,20 +134,22 @@ def evaluation_of(experiment: Any) -> Callable[[Params], dict[str, float]]:
         )
 
     def evaluate(params: Params) -> dict[str, float]:
-        metrics = with_quantiles(run.evaluate(params))
-        return {name: float(np.asarray(value)) for name, value in metrics.items()}
+        metrics = run.finish(with_quantiles(run.evaluate(params)))
+        return {name: float(value) for name, value in metrics.items()}
 
     return evaluate
 
 
-def _weighted_mean(by_site: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return the means of the metrics that most sites have, weighted by numbers of examples."""
+def _weighted_mean(by_site: Sequence[Heldout]) -> dict[str, float]:
+    """Return the means that most sites have, weighted by numbers of examples."""
     # A minority can neither hide a metric nor add one.
-    owners = Counter(name for _, metrics in by_site for name in metrics)
+    owners = Counter(name for each in by_site for name in each.means)
     means: dict[str, float] = {}
     for name in sorted(name for name, number in owners.items() if 2 * number > len(by_site)):
-        known = [(count, metrics[name]) for count, metrics in by_site if name in metrics]
+        known = [(each.count(name), each.means[name]) for each in by_site if name in each.means]
         total = sum(count for count, _ in known)
+        if not total:
+            continue
         # Divide first: count * value can be infinite.
         means[name] = sum(count / total * value for count, value in known)
     return means

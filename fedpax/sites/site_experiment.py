@@ -20,6 +20,9 @@ SITE_FILE = "site.json"
 FINE_TUNED = "fine_tuned"
 """The folder of a site's own model below its folder, and the prefix of its metrics."""
 
+Finish = Callable[[Mapping[str, float]], Mapping[str, float]]
+"""A function from means over examples to metrics, of each part and model: names have prefixes."""
+
 
 class ClientRange(NamedTuple):
     """The clients of a site among all clients of a run: the first one, and both numbers."""
@@ -52,6 +55,7 @@ class CoordinatorRun(NamedTuple):
         accountant: tells the epsilon of a site from the number of its private releases.
         batches: types of a batch, `[batch, ...]` for each field. None: what most sites have.
         notes: lines to print at the start.
+        finish: makes metrics of the means over the held-out examples of all sites.
     """
 
     algorithm: FederatedAlgorithm
@@ -63,6 +67,7 @@ class CoordinatorRun(NamedTuple):
     batches: Mapping[str, Any] | None = None
     accountant: PrivacyAccountant | None = None
     notes: Sequence[str] = ()
+    finish: Finish = dict
 
 
 class SiteRun(NamedTuple):
@@ -71,12 +76,14 @@ class SiteRun(NamedTuple):
     Attributes:
         draw: `(round, clients) -> cohort` of `cohort_size` rows with the batches of some of the
             site's own clients; other rows have the id -1.
-        evaluate: `params -> metrics` on the site's `num_heldout` held-out examples.
+        evaluate: `params -> means` over the site's `num_heldout` held-out examples.
         names: names of the site's own clients in the order of their numbers, each once. States are
             kept under them, so files can be added, removed and reordered.
         evaluate_personal: `state -> metrics` of each client's own model, from what clients keep.
         fine_tune: `params -> params`, the local steps of one more round of this site's clients.
         notes: lines to print.
+        finish: as of `CoordinatorRun`.
+        heldout_parts: the number of examples of means whose names have a prefix, by prefix.
     """
 
     algorithm: FederatedAlgorithm
@@ -90,6 +97,8 @@ class SiteRun(NamedTuple):
     evaluate_personal: Callable[[Any], HeldoutMetrics] | None = None
     fine_tune: Callable[[Params], Params] | None = None
     notes: Sequence[str] = ()
+    finish: Finish = dict
+    heldout_parts: Mapping[str, int] = {}
 
 
 @runtime_checkable

@@ -306,10 +306,11 @@ class SiteWorker:
         if tuned is not None:
             own = with_quantiles(run.evaluate(tuned))
             measured |= {f"{FINE_TUNED}_{name}": value for name, value in own.items()}
-        metrics = {name: float(value) for name, value in measured.items()}
-        self._on_metrics(header["round"], metrics)
-        finite = {name: x if np.isfinite(x) else None for name, x in metrics.items()}
-        return {"metrics": finite, "examples": run.num_heldout}
+        means = {name: float(value) for name, value in measured.items()}
+        self._on_metrics(header["round"], dict(run.finish(means)))
+        finite = {name: x if np.isfinite(x) else None for name, x in means.items()}
+        parts = dict(run.heldout_parts)
+        return {"metrics": finite, "examples": run.num_heldout, "parts": parts}
 
     def _evaluate_personal(self, params: Params) -> dict[str, Any]:
         """Evaluate the own models of clients, with the states that they keep."""

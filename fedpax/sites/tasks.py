@@ -230,11 +230,15 @@ def checked_fields(fields: Json) -> Json:
     checked = CheckedHeader(fields)
     if "examples" in fields:
         checked.count("examples")
-    metrics = checked.mapping("metrics") if "metrics" in fields else {}
-    if len(metrics) > MOST_METRICS:
-        raise MalformedError(f"a reply has {len(metrics)} metrics, at most {MOST_METRICS} fit.")
-    for name in metrics:
-        CheckedHeader({"name": name}).text("name"), CheckedHeader(metrics).number(name)
+    means, parts = (checked.mapping(n) if n in fields else {} for n in ("metrics", "parts"))
+    if max(len(means), len(parts)) > MOST_METRICS:
+        raise MalformedError(f"a reply has {len(means)} metrics, at most {MOST_METRICS} fit.")
+    for name in (*means, *parts):
+        CheckedHeader({"name": name}).text("name")
+    for name in means:
+        CheckedHeader(means).number(name)
+    for name in parts:
+        CheckedHeader(parts).count(name)
     return fields
 
 

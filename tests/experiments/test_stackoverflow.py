@@ -13,17 +13,17 @@ import pytest
 from federated_archives import serialize, write_archive
 
 from fedpax.data import load
+from fedpax.experiments import fedavg_words as words_module
 from fedpax.experiments.fedavg_words import (
     FedAvgWords,
     WordRows,
     fedadam_stackoverflow,
     fedyogi_stackoverflow,
+    stackoverflow_words,
 )
 from fedpax.models.lstm import LSTMConfig, lstm
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.sources import stackoverflow_words as words_module
 from fedpax.sources.federated_archive import Archive
-from fedpax.sources.stackoverflow_words import stackoverflow_words
 from fedpax.training.trainer import train
 from fedpax.training.training_config import TrainingConfig
 

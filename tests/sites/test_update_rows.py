@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fedpax.sites import update_rows
-from fedpax.sites.update_rows import UpdateRows
+from fedpax.sites import stage_calls
+from fedpax.sites.stage_calls import UpdateRows
 from fedpax.transforms.client_stages import Value
 from sites.federation import run
 from sites.small_experiment import small, train_together
@@ -21,7 +21,7 @@ HALF = Value("half", (2,), np.dtype(ml_dtypes.bfloat16))
 def test_rows_have_the_places_of_their_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr(update_rows, "LARGEST_IN_MEMORY", limit)
+    monkeypatch.setattr(stage_calls, "LARGEST_IN_MEMORY", limit)
     random = np.random.default_rng(0)
     x, here = np.float32(random.normal(size=(5, 3, 50))), np.ones(5, bool)
     half = random.normal(size=(5, 2)).astype(ml_dtypes.bfloat16)
@@ -38,7 +38,7 @@ def test_rows_have_the_places_of_their_clients(
 
 
 def test_a_mapped_value_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_rows, "LARGEST_IN_MEMORY", 1)
+    monkeypatch.setattr(stage_calls, "LARGEST_IN_MEMORY", 1)
     with UpdateRows(VALUES[:1], 1, tmp_path) as rows:
         rows.add([0], [np.ones((1, 3, 50), np.float32)])
         (completed,), _ = rows.finish()
@@ -47,7 +47,7 @@ def test_a_mapped_value_is_not_copied(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_no_client_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_rows, "LARGEST_IN_MEMORY", 1)
+    monkeypatch.setattr(stage_calls, "LARGEST_IN_MEMORY", 1)
     with UpdateRows(VALUES, 6, tmp_path) as rows:
         completed, places = rows.finish()
     assert places == [] and [x.shape for x in completed] == [(0, 3, 50), (0,)]
@@ -57,7 +57,7 @@ def test_no_client_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_rounds_are_equal_with_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr(update_rows, "LARGEST_IN_MEMORY", 1)
+    monkeypatch.setattr(stage_calls, "LARGEST_IN_MEMORY", 1)
     sites = {
         name: small(method, 2, clients=clients, data_seed=seed)
         for seed, (name, clients) in enumerate({"a": 3, "b": 1, "c": 2}.items())

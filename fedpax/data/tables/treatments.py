@@ -25,8 +25,8 @@ from fedpax.data.tables.values import (
     pa,
     pc,
 )
-from fedpax.deprecation import warn_deprecated
 from fedpax.errors import ArgumentError
+from fedpax.lazy_names import warn_deprecated
 
 Kind: TypeAlias = Literal["number", "date", "boolean", "category", "left_out"]
 """What a column becomes: standardized numbers, 0 and 1, one feature a category, or nothing."""

@@ -18,19 +18,27 @@ class Command(NamedTuple):
     fields_of: tuple[str, ...] = ()
 
 
-def _flags(names: str, **changes: Any) -> dict[str, Flag]:
-    """Return flags of the table, some with another type or default for this command."""
-    flags = {name: FLAGS[name] for name in names.split()}
-    return flags | {name: flags[name]._replace(**change) for name, change in changes.items()}
+def _command(
+    place: str,
+    usage: str,
+    more: str = "",
+    *,
+    words: tuple[str, ...] = (),
+    fields_of: tuple[str, ...] = (),
+    **changes: Any,
+) -> Command:
+    """Make a command with the flags in its usage and `more` ones, some changed for this command."""
+    names = {*re.findall(r"--(\w+)", usage), *more.split()}
+    flags = {name: flag for name, flag in FLAGS.items() if name in names}
+    flags |= {name: flags[name]._replace(**change) for name, change in changes.items()}
+    return Command(place, usage, flags, words, fields_of)
 
 
-_RUN = "exp job_log_dir"
 _PROCESSES = "multihost join_timeout heartbeat_timeout"
 _ENGINE = "engine beam_flags chunk_size"
-_FILES = "client label split columns optional_columns types delimiter decimal_point image_size"
 
 COMMANDS = {
-    "list": Command(
+    "list": _command(
         "fedpax.commands.list_experiments:list_experiments",
         """\
   fedpax list [GROUP]
@@ -38,19 +46,17 @@ COMMANDS = {
       group's experiments.
 """,
     ),
-    "train": Command(
+    "train": _command(
         "fedpax.commands.train:train",
         """\
   fedpax train --exp=NAME --job_log_dir=DIR [--FIELD=VALUE ...]
       Train an experiment in a folder, or resume the run that the folder holds.
 """,
-        flags=_flags(
-            f"{_RUN} allow_config_change participant_states {_PROCESSES} elastic keeper copy_every "
-            f"copy_dir {_ENGINE}"
-        ),
+        f"allow_config_change participant_states {_PROCESSES} elastic keeper copy_every copy_dir "
+        f"{_ENGINE}",
         fields_of=("exp",),
     ),
-    "compare": Command(
+    "compare": _command(
         "fedpax.commands.compare:compare",
         """\
   fedpax compare --exp=NAME,NAME,... --job_log_dir=DIR [--seeds=0,1,2] [--metric=NAME,...]
@@ -61,10 +67,10 @@ COMMANDS = {
       print and write (DIR/target.png, DIR/target.json) the rounds, bytes and FLOPs until it is
       reached.
 """,
-        flags=_flags(f"{_RUN} allow_config_change target seeds metric"),
+        "allow_config_change",
         fields_of=("exp",),
     ),
-    "plan": Command(
+    "plan": _command(
         "fedpax.commands.plan:plan",
         """\
   fedpax plan --exp=NAME --topology=v5p:4x8x8 [--slices=4] [--bandwidth=GBIT] [--json=FILE]
@@ -73,19 +79,18 @@ COMMANDS = {
       collectives, a lower bound on the step time, and for each transfer between slices the
       local steps that hide it and the time that stays exposed.
 """,
-        flags=_flags("exp topology slices bandwidth json picture hlo"),
         fields_of=("exp",),
     ),
-    "show": Command(
+    "show": _command(
         "fedpax.commands.show:show",
         """\
   fedpax show --job_log_dir=DIR,DIR,... [--metric=NAME,...] [--picture=FILE.png]
       Show the progress and the metrics of runs, running or finished, and draw their losses over
       items, bytes and wall time.
 """,
-        flags=_flags("job_log_dir metric picture", job_log_dir={"default": []}),
+        job_log_dir={"default": []},
     ),
-    "evaluate": Command(
+    "evaluate": _command(
         "fedpax.commands.evaluate:evaluate",
         """\
   fedpax evaluate --job_log_dir=DIR [--by_client] [--picture=FILE.png] [--round=N] [--json=FILE]
@@ -93,23 +98,21 @@ COMMANDS = {
       Measure the model of a run on held-out data. With --by_client, print for each metric the
       worst client, the 10th percentile, the mean and the best client, and draw all clients.
 """,
-        flags=_flags(
-            f"{_RUN} round by_client picture {_ENGINE} flower_flags json",
-            engine={"type": ("beam", "out_of_core", "flower")},
-        ),
+        f"exp {_ENGINE} flower_flags",
+        engine={"type": ("beam", "out_of_core", "flower")},
         fields_of=("job_log_dir",),
     ),
-    "generate": Command(
+    "generate": _command(
         "fedpax.commands.generate:generate",
         """\
   fedpax generate --job_log_dir=DIR --prompt=TEXT [--num_tokens=100] [--temperature=1] [--top_p=1]
               [--seed=0] [--round=N] [--FIELD=VALUE ...]
       Continue a text with the model of a run on text.
 """,
-        flags=_flags(f"{_RUN} round prompt num_tokens temperature top_p seed"),
+        "exp",
         fields_of=("job_log_dir",),
     ),
-    "export": Command(
+    "export": _command(
         "fedpax.commands.export:export",
         """\
   fedpax export --job_log_dir=DIR --out=FOLDER [--format=huggingface] [--dtype=bfloat16] [--round=N]
@@ -121,10 +124,10 @@ COMMANDS = {
       Write the round of a run as the parts of its server and of one participant, which run with JAX
       and NumPy alone.
 """,
-        flags=_flags(f"{_RUN} round out stages flower format dtype"),
+        "exp flower",
         fields_of=("job_log_dir", "exp"),
     ),
-    "inspect": Command(
+    "inspect": _command(
         "fedpax.commands.export:inspect",
         """\
   fedpax inspect FOLDER
@@ -132,16 +135,15 @@ COMMANDS = {
       whether devices without JAX can run them.
 """,
     ),
-    "partition": Command(
+    "partition": _command(
         "fedpax.commands.data:partition",
         """\
   fedpax partition --exp=NAME [--picture=FILE.png] [--FIELD=VALUE ...]
       Show how the clients of an experiment differ in the amounts and labels of their examples.
 """,
-        flags=_flags("exp picture"),
         fields_of=("exp",),
     ),
-    "data": Command(
+    "data": _command(
         "fedpax.commands.data:data",
         """\
   fedpax data FILES [--client=COLUMN] [--label=COLUMN] [--split=NAME] [--columns=NAME,...]
@@ -151,9 +153,8 @@ COMMANDS = {
       Show the columns, types, missing values, clients and label skew of files, such as
       'hospitals/*.csv' or 'photos/{client}/{label}/*.jpg'.
 """,
-        flags=_flags(f"{_FILES} partition picture"),
     ),
-    "prepare": Command(
+    "prepare": _command(
         "fedpax.commands.data:prepare",
         """\
   fedpax prepare FILES --out=DIR [--client=COLUMN] [--label=COLUMN] [--split=NAME]
@@ -165,13 +166,9 @@ COMMANDS = {
       Sort files by client once, larger than memory, into a folder of memory-mapped columns, which
       takes the place of the files. --engine=beam sorts on many machines, into shards.
 """,
-        flags=_flags(
-            f"{_FILES} out on_bad_row heldout_fraction heldout_by memory engine beam_flags "
-            "num_shards",
-            engine={"type": ("beam",)},
-        ),
+        engine={"type": ("beam",)},
     ),
-    "syncer": Command(
+    "syncer": _command(
         "fedpax.commands.syncer:syncer",
         """\
   fedpax syncer --exp=NAME --listen=HOST:PORT --job_log_dir=DIR [--certificates=DIR]
@@ -188,16 +185,10 @@ COMMANDS = {
       syncer answers until each island knows it, at most --goodbye_seconds. An experiment with
       clients, such as fedavg_table, runs in rounds over sites that train on files of their own.
 """,
-        flags=_flags(
-            f"{_RUN} allow_config_change listen certificates heartbeat_seconds free_shard_after "
-            "islands_per_certificate goodbye_seconds messages_per_minute bytes_per_minute "
-            "allow_older_state min_sites round_seconds missed_rounds "
-            "clients_per_site silent_after norm_factor accept_if "
-            "secure_sums secure_threshold weights down up"
-        ),
+        "allow_config_change",
         fields_of=("exp",),
     ),
-    "join": Command(
+    "join": _command(
         "fedpax.commands.join:join",
         """\
   fedpax join --exp=NAME --syncer=HOST:PORT --job_log_dir=DIR [--certificates=DIR] [--name=NAME]
@@ -208,13 +199,10 @@ COMMANDS = {
       waits for a syncer that does not answer for --give_up_after seconds, it saves and stops. Of an
       experiment with clients, train on this site's own files, --data.files.
 """,
-        flags=_flags(
-            f"{_RUN} allow_config_change {_PROCESSES} syncer name shard give_up_after "
-            "only_sums_of personal certificates server_name"
-        ),
+        f"allow_config_change {_PROCESSES}",
         fields_of=("exp",),
     ),
-    "sites": Command(
+    "sites": _command(
         "fedpax.commands.sites:sites",
         """\
   fedpax sites list --job_log_dir=DIR
@@ -223,10 +211,9 @@ COMMANDS = {
       List the sites of a syncer's run, expel one, or let it return. A running syncer notices it
       within a second. A site is the name of a certificate, or without certificates of an island.
 """,
-        flags=_flags("job_log_dir reason"),
         words=("list", "expel", "admit"),
     ),
-    "certificates": Command(
+    "certificates": _command(
         "fedpax.commands.certificates:certificates",
         """\
   fedpax certificates --out=DIR --names=HOST,NAME,... [--days=365] [--authority=DIR/authority]
@@ -239,19 +226,16 @@ COMMANDS = {
       At the coordinator: sign the request of a site, which copies the signed files beside its key.
       --replace signs for a name that another request was given, such as an expired certificate.
 """,
-        flags=_flags(
-            "out names days authority request name sign replace",
-            name={"text": "the site's name, which its certificate will have"},
-        ),
+        name={"text": "the site's name, which its certificate will have"},
     ),
-    "doctor": Command(
+    "doctor": _command(
         "fedpax.commands.doctor:doctor",
         """\
   fedpax doctor
       Show versions, devices, caches and extras, and what is broken.
 """,
     ),
-    "completion": Command(
+    "completion": _command(
         "fedpax.commands.completion:completion",
         """\
   fedpax completion bash

@@ -90,12 +90,11 @@ def async_diloco(
             other islands. Default None: their sum.
 
     Returns:
-        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
-        `[islands, H, batch, ...]`. `cohort.schedule` is an `ArrivalOrder` or None. All arrivals
-        have the same weight; an island without a valid step, or of which `cohort.num_examples` is
-        0, contributes nothing. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`,
-        averaged over inner steps and arriving islands; with a schedule `"arrivals"`, their number;
-        and the aggregator's, averaged over the positions at which an update arrives.
+        `init(params)` and `round(state, cohort)`, as in `diloco`. `cohort.schedule` is an
+        `ArrivalOrder` or None. All arrivals have the same weight; an island without a valid step,
+        or of which `cohort.num_examples` is 0, contributes nothing. Metrics are averaged over
+        arriving islands, with a schedule `"arrivals"` is their number, and the aggregator's are
+        averaged over the positions at which an update arrives.
 
     Raises:
         TypeError: `islands` is not an int, or `inner_optimizer` is not optax's; in a round, a

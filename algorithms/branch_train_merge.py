@@ -36,7 +36,7 @@ class BranchTrainMergeState(NamedTuple):
 
     @property
     def params(self) -> Params:
-        """The experts merged with equal weights. Computed when read: a round does not merge."""
+        """The experts merged with equal weights."""
         return population_mean(self.expert_params)
 
 
@@ -62,14 +62,10 @@ def branch_train_merge(
         optimizer: any optax optimizer. Its state stays with the expert.
 
     Returns:
-        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
-        `[islands, steps, batch, ...]`. Metrics, all float32 scalars: `"loss"` and the metrics of
-        `loss_fn`, averaged over steps and experts.
+        `init(params)` and `round(state, cohort)`, as in `diloco`.
 
     Raises:
-        TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
-            is not a `fedpax.Cohort`.
-        ValueError: `islands` below 1; in a round, batches without an axis of size `islands`.
+        TypeError, ValueError: as in `diloco`.
 
     Example:
         >>> import fedpax
@@ -82,8 +78,7 @@ def branch_train_merge(
         (3.0, 4.0)
 
     Reference:
-        Li et al., Branch-Train-Merge: Embarrassingly Parallel Training of Expert Language Models,
-        arXiv:2208.03306, section 3.
+        Li et al., Branch-Train-Merge, arXiv:2208.03306, section 3.
     """
     check_optimizer("branch_train_merge", "optimizer", optimizer)
 

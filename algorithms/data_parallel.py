@@ -46,17 +46,13 @@ def data_parallel(
         optimizer: any optax optimizer.
 
     Returns:
-        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
-        `[islands, steps, batch, ...]`. At each step, an island whose batch is padding is left out
-        of the mean, and `cohort.num_examples` weighs the others. A step without an island that
-        counts changes nothing. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`,
-        averaged over steps and islands.
+        `init(params)` and `round(state, cohort)`, as in `diloco`. At each step, an island whose
+        batch is padding is left out of the mean, and `cohort.num_examples` weighs the others. A
+        step without an island that counts changes nothing.
 
     Raises:
-        TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
-            is not a `fedpax.Cohort`.
-        ValueError: `islands` below 1; in a round, batches without an axis of size `islands`, or
-            with different numbers of steps.
+        TypeError: as in `diloco`.
+        ValueError: in a round, different numbers of steps; and as in `diloco`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp, optax

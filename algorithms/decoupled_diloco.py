@@ -62,10 +62,9 @@ def decoupled_diloco(
     the `directional_mean`, for embeddings the plain mean. An island that returns takes the whole
     outer model, and keeps its inner optimizer's state.
 
-    A round merges each fragment once. `cohort.schedule`, which `fedpax.simulation.island_arrivals`
-    computes from the islands' speeds and failures, holds which islands take part, their weights and
-    their numbers of steps. One compiled round runs for any set of islands. Without a schedule, this
-    is `streaming_diloco` with the same aggregator.
+    A round merges each fragment once. `cohort.schedule`, from `fedpax.simulation.island_arrivals`,
+    holds which islands take part, their weights and their numbers of steps. One compiled round runs
+    for any set of islands. Without a schedule, this is `streaming_diloco` with the same aggregator.
 
     In the paper, tau is 2 steps, and a transfer may last over several merges. Here it ends before
     the next one begins: `delay` is below S, the largest number of steps between merges. An island
@@ -120,7 +119,7 @@ def decoupled_diloco(
         (3.0, [3.0, 3.0, 0.0], 2.0)
 
     Reference:
-        Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428.
+        Douillard et al., Decoupled DiLoCo, arXiv:2604.21428.
     """
     check_optimizer("decoupled_diloco", "inner_optimizer", inner_optimizer)
     server = FragmentServer(

@@ -81,8 +81,7 @@ def diloco(
         (3.0, 13.0)
 
     Reference:
-        Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models,
-        arXiv:2311.08105, algorithm 1.
+        Douillard et al., DiLoCo, arXiv:2311.08105, algorithm 1.
     """
     check_optimizer("diloco", "inner_optimizer", inner_optimizer)
     outer = outer_sgd("diloco", outer_optimizer, 0.7)

@@ -97,8 +97,7 @@ def ditto(
         [4.0, 0.0, 2.0]
 
     Reference:
-        Li et al., Ditto: Fair and Robust Federated Learning Through Personalization,
-        arXiv:2012.04221, algorithm 1.
+        Li et al., Ditto, arXiv:2012.04221, algorithm 1.
     """
     check_optimizer("ditto", "personal_optimizer", personal_optimizer, optional=True)
     check_setting(

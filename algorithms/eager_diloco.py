@@ -38,7 +38,7 @@ class EagerDiLoCoState(NamedTuple):
 
     @property
     def params(self) -> Params:
-        """The mean of the islands' outer models, computed when it is read."""
+        """The mean of the islands' outer models."""
         return population_mean(self.local_params)
 
 
@@ -78,14 +78,10 @@ def eager_diloco(
             mean in float32.
 
     Returns:
-        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
-        `[islands, H, batch, ...]`. Islands count equally. Metrics, all float32 scalars: `"loss"`
-        and the metrics of `loss_fn`, averaged over inner steps and islands, and the aggregator's.
+        `init(params)` and `round(state, cohort)`, as in `diloco`. Islands count equally.
 
     Raises:
-        TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
-            is not a `fedpax.Cohort`.
-        ValueError: `islands` below 1; in a round, batches without an axis of size `islands`.
+        TypeError, ValueError: as in `diloco`.
 
     Example:
         >>> import fedpax
@@ -100,8 +96,7 @@ def eager_diloco(
         [0.5, 2.5]
 
     Reference:
-        Kale et al., Eager Updates For Overlapped Communication and Computation in DiLoCo,
-        arXiv:2502.12996, algorithm of eager updates.
+        Kale et al., Eager Updates, arXiv:2502.12996, algorithm of eager updates.
     """
     check_optimizer("eager_diloco", "inner_optimizer", inner_optimizer)
     outer = outer_sgd("eager_diloco", outer_optimizer, 0.4)

@@ -60,16 +60,12 @@ def easgd(
         aggregator: combines the islands' differences d_i. Default None: their mean.
 
     Returns:
-        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
-        `[islands, tau, batch, ...]`. An island without a valid step has weight 0 in the mean, and
-        its model is pulled nevertheless. Metrics, all float32 scalars: `"loss"` and the metrics of
-        `loss_fn`, averaged over steps and islands, and the aggregator's.
+        `init(params)` and `round(state, cohort)`, as in `diloco`, with H = tau. An island without a
+        valid step has weight 0 in the mean, and its model is pulled nevertheless.
 
     Raises:
-        TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
-            is not a `fedpax.Cohort`.
-        ValueError: `islands` below 1 or `beta` out of range; in a round, batches without an axis of
-            size `islands`.
+        TypeError: as in `diloco`.
+        ValueError: `beta` out of range; and as in `diloco`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp

@@ -85,8 +85,7 @@ def fedavg(
 
     Reference:
         McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
-        arXiv:1602.05629, algorithm 1; Reddi et al., Adaptive Federated Optimization,
-        arXiv:2003.00295, algorithm 1.
+        arXiv:1602.05629, algorithm 1; Reddi et al., arXiv:2003.00295, algorithm 1.
     """
     server = make_server("fedavg", server_optimizer, aggregator, client_optimizer)
 

@@ -93,11 +93,10 @@ def halos(
     during an exchange, x_r keeps 1 - alpha, and the next K arrivals count from the merge. Updates
     are not weighted by staleness: the delayed momenta and the merge dampen it.
 
-    In a round no island arrives twice. All of its islands train at the same time; then the servers
-    process the events in the order of `cohort.schedule`, which
-    `fedpax.simulation.regional_arrivals` computes. Without a schedule, all islands arrive together
-    and all regions exchange at once: `diloco` with Nesterov momentum, for
-    `local_server=DelayedNesterov(1.0, 0.0, W)` in regions of W islands,
+    As in `async_diloco`, a round's islands train at the same time; then the servers process the
+    events in the order of `cohort.schedule`, from `fedpax.simulation.regional_arrivals`. Without a
+    schedule, all islands arrive together and all regions exchange at once: `diloco` with Nesterov
+    momentum, for `local_server=DelayedNesterov(1.0, 0.0, W)` in regions of W islands,
     `global_server=DelayedNesterov(eta, beta, R)` for R regions, and `merge_weight=1.0`.
 
     The `aggregator`, with one state for all regions, is used as in `async_diloco`. What regions
@@ -122,12 +121,10 @@ def halos(
             marks the other islands. Default None: their sum.
 
     Returns:
-        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
-        `[islands, H, batch, ...]`. `cohort.schedule` is a `RegionalOrder` or None. All arrivals
-        have the same weight; an island without a valid step, or of which `cohort.num_examples` is
-        0, contributes nothing. Metrics are those of `async_diloco`, the aggregator's averaged over
-        its calls with an update, and with a schedule `"exchanges"`, number of regions' updates that
-        the global server applies.
+        `init(params)` and `round(state, cohort)`, as in `async_diloco`, with `cohort.schedule` a
+        `RegionalOrder` or None. The aggregator's metrics are averaged over its calls with an
+        update. With a schedule, there is one more metric, `"exchanges"`, the number of regions'
+        updates that the global server applies.
 
     Raises:
         TypeError: a server is no `DelayedNesterov`, or `inner_optimizer` is not optax's; in a
@@ -163,9 +160,8 @@ def halos(
         [1.0, 6.0, 8.0]
 
     Reference:
-        Kim et al., HALoS: Hierarchical Asynchronous Local SGD over Slow Networks for
-        Geo-Distributed Large Language Model Training, arXiv:2506.04531, algorithm 1. What a region
-        does during an exchange, and the settings: the authors' simulator, github.com/utnslab/halos.
+        Kim et al., HALoS, arXiv:2506.04531, algorithm 1. What a region does during an exchange, and
+        the settings: the authors' simulator, github.com/utnslab/halos.
     """
     check_optimizer("halos", "inner_optimizer", inner_optimizer)
     region_of = check_regions(regions)

@@ -74,8 +74,7 @@ def per_fedavg(
         1.25
 
     Reference:
-        Fallah et al., Personalized Federated Learning: A Meta-Learning Approach,
-        arXiv:2002.07948, algorithm 1.
+        Fallah et al., Personalized Federated Learning, arXiv:2002.07948, algorithm 1.
     """
     check_optimizer("per_fedavg", "client_optimizer", client_optimizer)
     check_optimizer("per_fedavg", "server_optimizer", server_optimizer, optional=True)

@@ -90,8 +90,7 @@ def mime(
         (2.25, -3.0)
 
     Reference:
-        Karimireddy et al., Mime: Mimicking Centralized Stochastic Algorithms in Federated
-        Learning, arXiv:2008.03606, algorithm 1.
+        Karimireddy et al., Mime, arXiv:2008.03606, algorithm 1.
     """
     return _mime(
         "mime",
@@ -206,7 +205,7 @@ def mime_adam(
         (-0.15, 1.08)
 
     Reference:
-        Karimireddy et al., arXiv:2008.03606, algorithm 1 with Adam as the base algorithm.
+        Karimireddy et al., arXiv:2008.03606, algorithm 1 with Adam.
     """
     remedies = {"learning_rate": "Pass for example 0.1.", "eps": "Pass 1e-3, the default."}
     for name, value in {"learning_rate": learning_rate, "eps": eps}.items():

@@ -67,8 +67,7 @@ def muloco(
         True
 
     Reference:
-        Therien et al., MuLoCo: Muon is a practical inner optimizer for DiLoCo, arXiv:2505.23725,
-        algorithm 1.
+        Therien et al., MuLoCo, arXiv:2505.23725, algorithm 1.
     """
     if not callable(learning_rate):
         remedy = "Pass 0.02, as the authors' code."

@@ -41,7 +41,7 @@ class NoLoCoState(NamedTuple):
 
     @property
     def params(self) -> Params:
-        """The mean of the islands' models. Computed when read: a round does not communicate it."""
+        """The mean of the islands' models."""
         return population_mean(self.local_params)
 
 
@@ -80,15 +80,11 @@ def noloco(
         seed: seed of the random pairs.
 
     Returns:
-        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
-        `[islands, H, batch, ...]`. Metrics, all float32 scalars: `"loss"` and the metrics of
-        `loss_fn`, averaged over inner steps and islands.
+        `init(params)` and `round(state, cohort)`, as in `diloco`.
 
     Raises:
-        TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
-            is not a `fedpax.Cohort`.
-        ValueError: `islands` below 1 or a setting out of range; in a round, batches without an axis
-            of size `islands`.
+        TypeError: as in `diloco`.
+        ValueError: a setting out of range; and as in `diloco`.
 
     Example:
         >>> import fedpax
@@ -102,8 +98,8 @@ def noloco(
         ([1.5, 1.5], 1.5)
 
     Reference:
-        Kolehmainen et al., NoLoCo: No-all-reduce Low Communication Training Method for Large
-        Models, arXiv:2506.10911, section 3, without its random routing through pipeline stages.
+        Kolehmainen et al., NoLoCo, arXiv:2506.10911, section 3, without its random routing through
+        pipeline stages.
     """
     check_optimizer("noloco", "inner_optimizer", inner_optimizer)
     gamma = learning_rate if pull is None else pull

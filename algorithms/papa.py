@@ -36,7 +36,7 @@ class PapaState(NamedTuple):
 
     @property
     def params(self) -> Params:
-        """The average of the population, computed when it is read."""
+        """The average of the population."""
         return population_mean(self.local_params)
 
 
@@ -73,16 +73,13 @@ def papa(
             be a traced scalar, for `jax.grad`.
 
     Returns:
-        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
-        `[islands, steps, batch, ...]`. All models have the same weight in the average, also those
-        without a valid step; in a round without any valid step, all models stay. Metrics, all
-        float32 scalars: `"loss"` and the metrics of `loss_fn`, averaged over steps and models.
+        `init(params)` and `round(state, cohort)`, as in `diloco`. All models have the same weight
+        in the average, also those without a valid step; in a round without any valid step, all
+        models stay.
 
     Raises:
-        TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
-            is not a `fedpax.Cohort`.
-        ValueError: `islands` below 1 or `alpha` outside 0 to 1; in a round, batches without an axis
-            of size `islands`.
+        TypeError: as in `diloco`.
+        ValueError: `alpha` outside 0 to 1; and as in `diloco`.
 
     Example:
         >>> import fedpax
@@ -124,17 +121,7 @@ def papa_all(
     The optimizers' states do not change. The paper averages every few epochs: give a round the
     steps of these epochs.
 
-    Args:
-        loss_fn: as in `papa`.
-        islands: as in `papa`.
-        optimizer: as in `papa`.
-
-    Returns:
-        As in `papa`.
-
-    Raises:
-        TypeError: as in `papa`.
-        ValueError: as in `papa`.
+    Arguments, results and errors are those of `papa`.
 
     Example:
         >>> import fedpax
@@ -190,7 +177,6 @@ def papa_2(
         As in `papa`.
 
     Raises:
-        TypeError: as in `papa`.
         ValueError: `pairs` is neither "random" nor "rotation"; and as in `papa`.
 
     Example:

@@ -114,8 +114,7 @@ def scaffold(
         [-5.0, 0.0, -1.0]
 
     Reference:
-        Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning,
-        arXiv:1910.06378, algorithm 1.
+        Karimireddy et al., SCAFFOLD, arXiv:1910.06378, algorithm 1.
     """
     if option not in ("I", "II"):
         raise ArgumentError(

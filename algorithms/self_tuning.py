@@ -73,18 +73,18 @@ def self_tuning(
     - Hyperparameters of the participants (learning rate, FedProx's mu) also cost one more pass over
       the local steps each.
     - If the method and `self_tuning` have a `chunk_size`, temporary memory does not grow with the
-      number of participants, but for new states of clients, because this pass recomputes the local
-      steps. Otherwise it stores the values of the local steps of all participants.
+      number of participants, but for new states of clients. Otherwise this pass stores the values
+      of all participants' local steps.
 
     If a derivative is NaN or infinite, its hyperparameter keeps its value in this round; in a round
     in which every participant is absent, all do.
 
     If the participants' hyperparameters are tuned and their optimizer is Adam or AdamW, give it a
-    small `eps_root`, as in `optax.adamw(rate, eps_root=1e-12)`: otherwise one gradient entry of 0,
-    as below a ReLU, makes all derivatives NaN, because Adam takes the square root of 0.
+    small `eps_root`, such as 1e-12: otherwise one gradient entry of 0, as below a ReLU, makes all
+    derivatives NaN.
 
-    Hyperparameters stay positive, because their logarithm is tuned. Express other settings by
-    positive ones: `optax.sgd(rate, momentum=1 - h["damping"])`.
+    Hyperparameters stay positive. Express other settings by positive ones:
+    `optax.sgd(rate, momentum=1 - h["damping"])`.
 
     Args:
         make_algorithm: makes the method from a dict of scalars, which can be traced, such as
@@ -169,8 +169,8 @@ def self_tuning(
         reported = {f"hyperparameter/{name}": h for name, h in state.hyperparameters.items()}
         skipped = jnp.sum(~finite, dtype=jnp.float32)
         reported |= {"loss_after": loss, "non_finite_hypergradients": skipped}
-        # The optimizer's momentum moves a hyperparameter whose derivative is set to 0, and all of
-        # them in a round in which every participant is absent.
+        # Momentum moves a hyperparameter even if its derivative is set to 0, or every participant
+        # is absent.
         tuned = dict(zip(log, finite & is_measured, strict=True))
         moved = optax.apply_updates(log, updates)
         log = {name: jnp.where(tuned[name], moved[name], log[name]) for name in log}

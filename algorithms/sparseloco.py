@@ -63,8 +63,7 @@ def sparseloco(
         [[0.0, -1.0], [-2.0, 0.0]]
 
     Reference:
-        Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv:2508.15706,
-        algorithm 1.
+        Sarfi et al., SparseLoCo, arXiv:2508.15706, algorithm 1.
     """
     check_optimizer("sparseloco", "inner_optimizer", inner_optimizer)
     if not callable(outer_learning_rate):

@@ -75,18 +75,18 @@ def streaming_diloco(
                                                y_ip <- alpha y_ip + (1 - alpha) x_p.
 
     y_i is the model of island i, and x is the outer model. The peak bandwidth is P times lower than
-    in DiLoCo. No step before the use of the average depends on it, so that the compiler can send
-    while the islands compute. The round is one program, and no transfer is in flight at its end.
+    in DiLoCo, and the compiler can send while the islands compute. The round is one program, and no
+    transfer is in flight at its end.
 
     With one fragment, `delay=0` and `mixing=0.0` this is `diloco`.
 
     Delta_p is a difference to the outer model x, as in DiLoCo and in the authors' later method
     (arXiv:2604.21428). The paper writes theta^(t-H) instead, the island's model when it last sent
-    the fragment. Except with `delay=0` and `mixing=0.0`, that one differs between islands by their
-    local steps, and the islands drift apart.
+    the fragment. It differs between islands, except with `delay=0` and `mixing=0.0`, and they drift
+    apart.
 
     With an aggregator of two transfers, such as `compressed_mean` among many islands, each has half
-    of the tau steps to arrive; with `delay=1` one has none.
+    of the tau steps to arrive.
 
     Six or more consecutive fragments of equal shapes, as `layer_fragments` deals, share the body of
     a loop, but not in `fedpax.stages`, which waits for the islands in each block. Otherwise the
@@ -145,8 +145,7 @@ def streaming_diloco(
         [True, True]
 
     Reference:
-        Douillard et al., Streaming DiLoCo with overlapping communication: Towards a Distributed
-        Free Lunch, arXiv:2501.18512, algorithm 2.
+        Douillard et al., Streaming DiLoCo, arXiv:2501.18512, algorithm 2.
     """
     check_optimizer("streaming_diloco", "inner_optimizer", inner_optimizer)
     _check_settings(fragments, delay, mixing)

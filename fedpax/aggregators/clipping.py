@@ -61,8 +61,7 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
     Reference:
         Sun et al., Can You Really Backdoor Federated Learning?, arXiv:1911.07963, section 3 (norm
         bounding).
-        McMahan et al., Learning Differentially Private Recurrent Language Models,
-        arXiv:1710.06963, section 2 (flat clipping).
+        McMahan et al., arXiv:1710.06963, section 2 (flat clipping).
     """
     max_norm = check_norm("clip_by_norm", "max_norm", max_norm)
 
@@ -139,8 +138,7 @@ def adaptive_clip(
         True
 
     Reference:
-        Andrew et al., Differentially Private Learning with Adaptive Clipping, arXiv:1905.03871,
-        algorithm 1, with geometric updates.
+        Andrew et al., arXiv:1905.03871, algorithm 1, with geometric updates.
     """
     name = "adaptive_clip"
     initial_norm = check_norm(name, "initial_norm", initial_norm)

@@ -116,13 +116,11 @@ def compressed_mean(
         [[0.0, -1.0, 2.0, 0.5], [1.0, -2.0, 0.0, 0.0]]
 
     Reference:
-        Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429.
-        Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes,
-        arXiv:1901.09847, algorithm 2.
-        Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv:2508.15706,
-        algorithm 1 (decay).
-        Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512,
-        section 2.4 (4 bits on the wire, sums in float32).
+        Suresh et al., arXiv:1611.00429.
+        Karimireddy et al., Error Feedback Fixes SignSGD, arXiv:1901.09847, algorithm 2.
+        Sarfi et al., SparseLoCo, arXiv:2508.15706, algorithm 1 (decay).
+        Douillard et al., Streaming DiLoCo, arXiv:2501.18512, section 2.4 (4 bits on the wire, sums
+        in float32).
     """
     _check_arguments(codec, error_feedback, decay, mean_codec)
     decay, seed = float(decay), check_seed("compressed_mean", seed)

@@ -115,8 +115,7 @@ def krum_order(
     num_byzantine: int,
 ) -> Int[Array, " participants"]:
     """Order participants by the sum of squared distances to their nearest neighbours."""
-    # If scores are equal, as for two participants that are each other's single neighbour, the next
-    # neighbour decides.
+    # If scores are equal, the next neighbour decides.
     n = distances.shape[0]
     neighbour = here[None, :] & ~jnp.eye(n, dtype=bool)
     nearest = jnp.sort(jnp.where(neighbour, distances, jnp.nan), axis=1)  # NaN last
@@ -137,8 +136,8 @@ def bulyan(num_byzantine: int) -> Aggregator:
        `theta = m - 2 f` updates are selected.
     2. Each coordinate is the mean of the `theta - 2 f` selected values closest to their median.
 
-    Krum leaves room for a large error in one coordinate; the second step bounds each coordinate.
-    The bound is `m >= 4 f + 3`. With fewer, the result is 0.
+    The second step bounds the error of each coordinate, which Krum does not. The bound is
+    `m >= 4 f + 3`. With fewer, the result is 0.
 
     It needs the memory of `krum`, and on a mesh two all-to-alls, an all-reduce and an all-gather.
 

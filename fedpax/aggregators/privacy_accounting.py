@@ -72,7 +72,7 @@ def privacy_spent(
         discrete: the noise is discrete Gaussian, as in `private_secure_mean`: accounted without
             sampling, by the bound of `PrivacyAccountant`. Default False: Gaussian noise.
         releases_before: number of releases with the same noise multiplier to all clients before the
-            first round, such as 1 for the statistics of a table; without sampling. Default 0.
+            first round, such as 1 for the statistics of a table; without sampling.
 
     Returns:
         Epsilon; infinity if `noise_multiplier` is below 1e-15.
@@ -90,13 +90,11 @@ def privacy_spent(
         0.19
 
     Reference:
-        McMahan et al., Learning Differentially Private Recurrent Language Models,
-        arXiv:1710.06963, section 3.
+        McMahan et al., arXiv:1710.06963, section 3.
         Balle and Wang, arXiv:1805.06530, theorem 8 (without sampling).
-        Wang et al., Subsampled Renyi Differential Privacy and Analytical Moments Accountant,
-        arXiv:1808.00087, theorem 27 (fixed size).
-        Koskela et al., Computing Tight Differential Privacy Guarantees Using FFT,
-        arXiv:1906.03049 (privacy loss distributions).
+        Wang et al., Subsampled Renyi Differential Privacy, arXiv:1808.00087, theorem 27 (fixed
+        size).
+        Koskela et al., arXiv:1906.03049 (privacy loss distributions).
         Kairouz et al., arXiv:2102.06387, proposition 14 (discrete noise).
     """
     name = "privacy_spent"
@@ -134,8 +132,7 @@ def noise_multiplier_for(
         The noise multiplier, at most 0.001 above the smallest one.
 
     Raises:
-        ImportError: the dp-accounting library, for sampled rounds, is not installed.
-        TypeError: an argument is not a number.
+        ImportError, TypeError: as for `privacy_spent`.
         ValueError: as for `privacy_spent`, or no noise multiplier up to 10^9 reaches epsilon: the
             accountants' bounds do not go to 0.
 
@@ -143,9 +140,6 @@ def noise_multiplier_for(
         >>> noise_multiplier = noise_multiplier_for(epsilon=2.0, num_rounds=1, delta=1e-6)
         >>> round(noise_multiplier, 3)
         2.231
-
-    Reference:
-        As for `privacy_spent`.
     """
     name = "noise_multiplier_for"
     remedy = "Use 1.0 to 10.0; the smaller epsilon is, the more noise is needed."
@@ -332,9 +326,8 @@ class PrivacyAccountant(NamedTuple):
 
     `aggregator.accountant` of a private aggregator is one, and computes its metric `"epsilon"`.
 
-    Each round counts as a release to every participant, without amplification by sampling. k
-    releases of Gaussian noise are one with the noise multiplier `z / sqrt(k)`, whose epsilon is
-    exact; the epsilon of discrete noise is an upper bound.
+    Each round counts as a release to every participant, without amplification by sampling. The
+    epsilon of Gaussian noise is exact, of discrete noise an upper bound.
 
     Attributes:
         noise_multiplier: z, as in `private_mean`. Without noise, 0, epsilon is infinite.
@@ -364,13 +357,9 @@ class PrivacyAccountant(NamedTuple):
     @overload
     def epsilon(self, num_rounds: Int[Array, ""]) -> Float[Array, ""]: ...
     def epsilon(self, num_rounds: int | Int[Array, ""]) -> float | Float[Array, ""]:
-        """Return epsilon after a number of rounds, and of releases before them; together 1 or more.
+        """Return epsilon after a number of rounds and the releases before them; together 1 or more.
 
-        Args:
-            num_rounds: an int, or an int32 scalar inside a program.
-
-        Returns:
-            A float, or a float32 scalar inside a program; infinity if the noise is below 1e-15.
+        A float, or inside a program a float32 scalar. Infinity if the noise is below 1e-15.
         """
         if self.noise_multiplier < LEAST_NOISE:
             return jnp.full((), math.inf) if isinstance(num_rounds, jax.Array) else math.inf

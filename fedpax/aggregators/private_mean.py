@@ -118,8 +118,8 @@ def private_mean(
         ('0.050', '0.05')
 
     Reference:
-        McMahan et al., Learning Differentially Private Recurrent Language Models,
-        arXiv:1710.06963, algorithm 1: the fixed-denominator estimator with all weights 1.
+        McMahan et al., arXiv:1710.06963, algorithm 1: the fixed-denominator estimator with all
+        weights 1.
         Andrew et al., Differentially Private Learning with Adaptive Clipping, arXiv:1905.03871,
         algorithm 1 and theorem 1.
     """
@@ -195,9 +195,7 @@ def private_mean(
 def split_noise(noise_multiplier: float, count_stddev: float) -> float:
     """Return the noise multiplier of the updates that leaves room for the noisy count."""
     # The count has sensitivity 1/2, so that `1 / z^2 = 1 / z'^2 + 1 / (2 s)^2` for the noise
-    # multiplier z of both sums together.
-    # Reference: Andrew et al., Differentially Private Learning with Adaptive Clipping,
-    # arXiv:1905.03871, theorem 1.
+    # multiplier z of both sums together. Andrew et al., theorem 1.
     if noise_multiplier == 0:
         return 0.0
     if 2 * count_stddev <= noise_multiplier:

@@ -72,8 +72,7 @@ def private_secure_mean(
     aborts: the result is 0. Epsilon is for one participant's update, replaced by 0:
     `privacy_spent(discrete=True, ...)`, without amplification by sampling.
 
-    In one program, such as `jax.jit(round)`, this is a simulation: noise and masks come from a hash
-    of a known seed, and protect nothing.
+    In one program, this is a simulation, as in `secure_mean`: the known seed tells noise and masks.
 
     In stages (`fedpax.stages`), each participant that answers draws its noise from the operating
     system instead. The engine masks the terms (see `secure_mean`), and opens no sum of fewer than t
@@ -95,9 +94,8 @@ def private_secure_mean(
         present, with equal weights. An update whose norm is infinite or NaN counts as 0. The result
         has the dtype of the updates, float32 for integers. Metrics: `"noise_stddev"`, the standard
         deviation of each coordinate of the mean, `"num_present"`, and `"epsilon"`, spent by this
-        round and all rounds before it (`accountant.epsilon`). It holds for the model, not for
-        metrics, which have no noise. Methods that sum more, such as `scaffold`, have no metric
-        `"epsilon"`.
+        round and all rounds before it (`accountant.epsilon`). It holds for the model, not for other
+        metrics. Methods that sum more have none (see `private_mean`).
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -115,10 +113,9 @@ def private_secure_mean(
         ('0.050', '0.05')
 
     Reference:
-        Kairouz et al., The Distributed Discrete Gaussian Mechanism for Federated Learning with
-        Secure Aggregation, arXiv:2102.06387, algorithms 1 and 2, proposition 14. Their random
-        rotation and randomized rounding save bits of the modulus; with 32 bits, rounding to the
-        nearest hardly increases the sensitivity.
+        Kairouz et al., The Distributed Discrete Gaussian Mechanism, arXiv:2102.06387, algorithms 1
+        and 2, proposition 14. Their random rotation and randomized rounding save bits of the
+        modulus; with 32 bits, rounding to the nearest hardly increases the sensitivity.
     """
     name = "private_secure_mean"
     max_norm = check_norm(name, "max_norm", max_norm)

@@ -97,10 +97,8 @@ def secure_mean(
         [0.375, 0.25]
 
     Reference:
-        Bonawitz et al., Practical Secure Aggregation for Federated Learning on User-Held Data,
-        arXiv:1611.04482, section 3 (double masking).
-        Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, CCS 2020,
-        IACR ePrint 2020/704, section 3 (a random Harary graph of neighbours).
+        Bonawitz et al., Practical Secure Aggregation, arXiv:1611.04482, section 3 (double masking).
+        Bell et al., IACR ePrint 2020/704, section 3 (a random Harary graph of neighbours).
     """
     name = "secure_mean"
     remedy = "Use the largest entry that an update may have, such as 1.0."

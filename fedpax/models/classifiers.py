@@ -71,7 +71,7 @@ class CNNConfig:
         ValueError: a size is too small, or a rate is out of range.
 
     Reference:
-        Reddi et al., "Adaptive Federated Optimization" (arXiv:2003.00295), table 4.
+        Reddi et al. (arXiv:2003.00295), table 4.
 
     Example:
         >>> CNNConfig(num_classes=62).num_params()
@@ -203,7 +203,7 @@ def max_pool(
     x: Float[Array, "*batch height width channels"],
 ) -> Float[Array, "*batch height/2 width/2 channels"]:
     """Take the maximum of each 2 x 2 window; drop an odd last row or column."""
-    # The derivative is the one of the largest pixel; of equal pixels, the first in row-major order.
+    # Of equal pixels, the first in row-major order has the derivative.
     return jnp.max(_windows(x), axis=(-4, -2))
 
 
@@ -212,8 +212,8 @@ def _max_pool_jvp(
     primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Take the tangents of the pixels that are the maxima."""
-    # JAX's own gradients of a maximum or of a windowed reduction are slow on a CPU and store a
-    # number for each pixel. This one stores a byte for each window: the position of its maximum.
+    # JAX's own gradients are slow on a CPU and store a number for each pixel. This one stores a
+    # byte for each window: the position of its maximum.
     windows = _windows(*primals)
     largest = jnp.max(windows, axis=(-4, -2))
     pixels = [windows[..., i, :, j, :] for i in range(2) for j in range(2)]
@@ -264,7 +264,7 @@ def mlp(config: MLPConfig) -> FunctionalModel:
         config: the sizes.
 
     Returns:
-        The model. `apply` maps float images `[batch, ...]` to logits `[batch, num_classes]`.
+        The model, for float images `[batch, ...]` and logits `[batch, num_classes]`.
 
     Example:
         >>> model = mlp(MLPConfig())

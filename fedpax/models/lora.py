@@ -6,7 +6,6 @@ The model's parameters stay, and every adapted weight W gets an adapter, so that
 
 Adapters are a separate pytree: a federated method trains and sends them alone.
 
-    config = LoRAConfig(rank=8, alpha=16)
     adapters = lora.init(key, params, config)
     algorithm = fedavg(lora.adapter_loss(loss_fn, params, config), ...)
     state = algorithm.init(adapters)
@@ -164,9 +163,6 @@ def merge(params: Params, adapters: Params, config: LoRAConfig) -> Params:
             float32 first, to keep updates that are smaller than the weights' rounding.
         adapters: its adapters.
         config: the adapters' size.
-
-    Returns:
-        Parameters of the structure of `params`.
 
     Example:
         >>> from fedpax.models import TransformerConfig, transformer

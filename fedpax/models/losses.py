@@ -103,9 +103,8 @@ def transformer_loss(
 ) -> ModelLoss:
     """Make the training loss of a transformer: the mean next-token cross-entropy, in nats.
 
-    The logits are computed in chunks of tokens (`chunked_cross_entropy`). Up to three terms are
-    added: the z-loss of the logits and, for a mixture of experts, the load-balancing loss and the
-    router z-loss.
+    The logits are computed in chunks of tokens (`chunked_cross_entropy`). The z-loss of the logits
+    and, for a mixture of experts, the load-balancing loss and the router z-loss are added.
 
     Args:
         config: the transformer's configuration.
@@ -276,7 +275,7 @@ def accumulate_gradients(loss_fn: ModelLoss, grad_accum_steps: int) -> ModelLoss
     The loss, its gradient and its metrics are means over microbatches, weighted by the sum of the
     microbatch's `mask`. They equal those of the whole batch if the loss is a mean over the mask.
     The gradient accumulates in float32 (float64 for float64 parameters). Each microbatch is
-    recomputed in the backward pass, so activations of one alone exist at a time.
+    recomputed in the backward pass, so only its activations exist at a time.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`, all of them means over the

@@ -26,7 +26,7 @@ class LSTMConfig:
         ValueError: a size is below 1.
 
     Reference:
-        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, appendix C.
+        Reddi et al., arXiv:2003.00295, appendix C.
     """
 
     vocab_size: int = 10_004

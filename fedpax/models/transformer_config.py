@@ -227,8 +227,8 @@ def _options(config: TransformerConfig) -> list[tuple[str, Any, tuple[Any, ...]]
 # ---- model FLOPs utilization (MFU): the fraction of the chips' peak FLOP/s that the model uses
 #
 # MFU counts the matmuls of the model, forward and backward, without recomputation. Two conventions
-# for attention cannot be compared: all query-key pairs (PaLM, arXiv:2204.02311, appendix B;
-# MaxText), or only the pairs that the causal mask leaves.
+# for attention cannot be compared: all query-key pairs (PaLM, MaxText), or only the pairs that the
+# causal mask leaves.
 
 
 def flops_per_token(
@@ -253,9 +253,6 @@ def flops_per_token(
         seq_len: T, tokens in a sequence, or the mean number of tokens that a token attends to.
         causal: count only the half of attention that a causal mask leaves, 6 L H d T.
 
-    Returns:
-        Floating-point operations per token. A multiplication and an addition count as two.
-
     Example:
         >>> f"{flops_per_token(540.35e9, 118, 48, 256, 2048):.4g}"  # PaLM 540B
         '3.278e+12'
@@ -274,9 +271,6 @@ def model_flops_utilization(
         flops_per_token: see `flops_per_token`.
         num_chips: number of chips.
         peak_flops_per_chip: peak FLOP/s of one chip in the dtype of the matmuls.
-
-    Returns:
-        The fraction, between 0 and 1.
 
     Example:
         >>> flops = flops_per_token(540.35e9, 118, 48, 256, 2048)

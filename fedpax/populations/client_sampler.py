@@ -30,11 +30,9 @@ class ClientSampler:
     """Samples clients without replacement: a fixed number of them, or each with a probability.
 
     A cohort depends on the seed and the round number alone, on any machine. Sampling takes time in
-    proportion to the cohort, not the population, unless a few clients have nearly all of the
-    weight.
+    proportion to the cohort, unless a few clients have nearly all of the weight.
 
-    With weights, clients are drawn one after another, in proportion to the weights of those not yet
-    drawn.
+    With weights, clients are drawn one after another, in proportion to their weights.
 
     With `sampling_probability` q, each available client joins each round with probability q,
     independently (Poisson sampling); a round can have no client. If more than `cohort_size` clients
@@ -280,9 +278,8 @@ class ClientSampler:
         candidates: Bool[np.ndarray, " clients"] | None,
     ) -> Int64[np.ndarray, " cohort"]:
         """Draw clients one after another by weight."""
-        # Draws with replacement, without repeated and unavailable clients, have the distribution of
-        # draws without replacement. Each takes a search, where arrivals take a random number per
-        # client.
+        # Draws with replacement, without repeated and unavailable clients, have the same
+        # distribution. Each takes a search, where arrivals take a random number per client.
         size = self.cohort_size
         if candidates is not None:
             size = min(size, int(np.count_nonzero(candidates)))

@@ -51,9 +51,9 @@ def partition_dirichlet(
     - Their prior is the label distribution of all examples, here of the unassigned ones, so that
       the last participants have a similar skew as the first.
 
-    In both cases `alpha` is the concentration per label: with 0.1 most participants have few
-    labels, with 1 every mixture of equally frequent labels is equally likely, and with 100 all
-    participants are alike, by default even more than random samples.
+    `alpha` is the concentration per label: with 0.1 most participants have few labels, with 1 every
+    mixture of equally frequent labels is equally likely, and with 100 all are alike, by default
+    even more than random samples.
 
     Args:
         labels: integers `[examples]`, such as `source.column("label")`.
@@ -129,8 +129,8 @@ def partition_pachinko(
     labels, then a random unassigned example; labels without one are skipped. Sizes differ by at
     most one; the last participants get all that is left.
 
-    The reference has the same defaults, with 500 participants. Its own partition is not
-    reproducible: to compare results, load it as `federated_cifar100`.
+    The defaults are the reference's, with 500 participants. To compare results, load its own
+    partition, which is not reproducible: `federated_cifar100`.
 
     Args:
         labels: integers `[examples]`.
@@ -154,8 +154,8 @@ def partition_pachinko(
         True
 
     Reference:
-        Reddi et al. Adaptive Federated Optimization. arXiv:2003.00295, the appendix on a
-        federated CIFAR-100; after Li, McCallum. Pachinko Allocation. ICML 2006.
+        Reddi et al. arXiv:2003.00295, the appendix on a federated CIFAR-100; after Li, McCallum.
+        Pachinko Allocation. ICML 2006.
     """
     (_, fine), (_, coarse) = index_labels(labels), index_labels(coarse_labels, "coarse_labels")
     if len(fine) != len(coarse):
@@ -206,9 +206,8 @@ def partition_by_shards(
     Args:
         labels: integers `[examples]`.
         num_participants: the number of participants.
-        shards_per_participant: the number of shards per participant. Default 2, as in the
-            reference.
-        seed: the random seed, for the order of a label's examples and the assignment.
+        shards_per_participant: the number of shards per participant. Default 2, as in the paper.
+        seed: the random seed.
 
     Returns:
         For each participant the sorted indices of its examples, int64.
@@ -222,8 +221,7 @@ def partition_by_shards(
         [4, 4]
 
     Reference:
-        McMahan et al. Communication-Efficient Learning of Deep Networks from Decentralized
-        Data. arXiv:1602.05629, section 3.
+        McMahan et al. arXiv:1602.05629, section 3.
     """
     _, class_index = index_labels(labels)
     check_integers(shards_per_participant=shards_per_participant)
@@ -346,8 +344,7 @@ def partition_by_quantity(
         1000
 
     Reference:
-        Li et al. Federated Learning on Non-IID Data Silos: An Experimental Study.
-        arXiv:2102.02079, "quantity skew".
+        Li et al. arXiv:2102.02079, "quantity skew".
     """
     check_count(num_examples, "examples", num_participants, min_examples)
     random = frozen_random(seed)

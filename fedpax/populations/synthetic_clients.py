@@ -47,8 +47,7 @@ class DirichletClients(ComputedPartition):
         (100000, True)
 
     Reference:
-        Hsu, Qi, Brown. Measuring the Effects of Non-Identical Data Distribution for Federated
-        Visual Classification, arXiv:1909.06335, section 3.
+        Hsu et al., arXiv:1909.06335, section 3.
     """
 
     def __init__(

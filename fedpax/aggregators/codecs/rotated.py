@@ -41,8 +41,7 @@ def rotated(codec: Codec) -> Codec:
         True
 
     Reference:
-        Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429,
-        section 3 (stochastic rotated quantization).
+        Suresh et al., arXiv:1611.00429, section 3 (stochastic rotated quantization).
     """
     check_codec("rotated", "codec", codec)
 

@@ -115,8 +115,7 @@ def terngrad(*, clip: float | None = None, block_size: int = BLOCK_SIZE) -> Code
         [-2.0, 0.0, 2.0]
 
     Reference:
-        Wen et al., TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
-        Learning, arXiv:1705.07878, equations 1 to 3; equation 10 (clipping).
+        Wen et al., TernGrad, arXiv:1705.07878, equations 1 to 3; equation 10 (clipping).
     """
     if clip is not None:
         remedy = "Use 2.5 standard deviations, as the paper, or None for no clipping."
@@ -178,8 +177,7 @@ def e3m0(*, block_size: int = BLOCK_SIZE) -> Codec:
         [-0.5, 8.0, 4.0, 0.125, 0.0]
 
     Reference:
-        Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512,
-        section 2.4 (quantized communication).
+        Douillard et al., Streaming DiLoCo, arXiv:2501.18512, section 2.4 (quantized communication).
     """
     # The smallest |x| / s that each code from 1 to 7 stands for: halfway to the code below.
     thresholds = [2.0**-7, *(1.5 * 2.0**e for e in range(-6, 0))]

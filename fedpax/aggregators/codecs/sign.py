@@ -52,10 +52,9 @@ def sign(bits: int = 1, *, block_size: int = BLOCK_SIZE) -> Codec:
         [1.25, -6.75, 1.25, 6.75]
 
     Reference:
-        Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes,
-        arXiv:1901.09847, algorithm 1.
-        Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv:2508.15706
-        (2-bit values; that they are means of intervals is chosen here).
+        Karimireddy et al., Error Feedback Fixes SignSGD, arXiv:1901.09847, algorithm 1.
+        Sarfi et al., SparseLoCo, arXiv:2508.15706 (2-bit values; that they are means of intervals
+        is chosen here).
     """
     remedy = "Use codecs.uniform(bits) for more."
     bits = check_argument("sign", "bits", bits, IntRange(least=1, most=4), remedy=remedy)
@@ -132,8 +131,8 @@ def drive(*, unbiased: bool = True, block_size: int = BLOCK_SIZE) -> Codec:
         0.36
 
     Reference:
-        Vargaftik et al., DRIVE: One-bit Distributed Mean Estimation, arXiv:2105.08339,
-        algorithm 1, theorems 1 to 3, section 6 (Hadamard).
+        Vargaftik et al., DRIVE, arXiv:2105.08339, algorithm 1, theorems 1 to 3, section 6
+        (Hadamard).
     """
     signs = sign(block_size=check_block_size("drive", block_size))
     if not unbiased:

@@ -132,8 +132,7 @@ def top_k(
 
     Reference:
         Stich et al., Sparsified SGD with Memory, arXiv:1809.07599, section 2.
-        Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv:2508.15706
-        (the largest entries of blocks).
+        Sarfi et al., SparseLoCo, arXiv:2508.15706 (the largest entries of blocks).
     """
     fraction = check_fraction("top_k", fraction)
     value_codec = float32() if values is None else values

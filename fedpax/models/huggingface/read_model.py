@@ -200,7 +200,7 @@ def _check_tensors(
     expected = {name: parameter for parameter in stored.values() for name in parameter.names()}
     if missing := [name for name in expected if name not in tensors]:
         raise ArgumentError(f"{folder}: tensors are missing: {listed(missing)}.")
-    # Old Llama folders store the frequencies of the rotary positions, which config.json determines.
+    # Old Llama folders store the rotary frequencies, which config.json determines.
     unknown = [
         name
         for name in tensors

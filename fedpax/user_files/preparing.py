@@ -18,7 +18,7 @@ from fedpax.errors import ArgumentError
 from fedpax.files import lock_file
 from fedpax.user_files.file_sizes import estimate_bytes
 from fedpax.user_files.finding import is_url
-from fedpax.user_files.formats import BadRows, LoadOptions, TypeChangedError
+from fedpax.user_files.formats import BadRows, LoadOptions
 from fedpax.user_files.prepared import open_prepared, write_prepared
 from fedpax.user_files.readers.image_files import describe_read
 from fedpax.user_files.reading import Reading
@@ -131,21 +131,19 @@ def draft_folder(out: Path) -> Iterator[Path]:
 
 def _write(reading: Reading, draft: Path, about: dict[str, Any], memory: str) -> Path:
     """Write the folder within the draft; again if a later part of a file changes a type."""
-    for attempt in range(3 + len(reading.schema) * len(reading.groups)):
-        folder, spill = draft / f"data-{attempt}", draft / f"spill-{attempt}"
+    folder, spill = draft / "data", draft / "spill"
+
+    def write(again: Reading) -> Path:
+        for left in (folder, spill):  # of the attempt before
+            shutil.rmtree(left, ignore_errors=True)
         folder.mkdir()
-        keys = [about["client"]] if about["client"] is not None else []
-        try:
-            tables: Iterator[pa.Table] = reading.tables()
-            if keys:
-                tables = sort_tables(tables, reading.schema, keys, spill, memory)
-            write_prepared(folder, tables, reading.schema, about)
-            return folder
-        except TypeChangedError as changed:
-            reading.change_type(changed)
-        shutil.rmtree(spill, ignore_errors=True)
-        shutil.rmtree(folder)
-    raise AssertionError("every attempt settles the type of a column of a file")
+        tables: Iterator[pa.Table] = again.tables()
+        if about["client"] is not None:
+            tables = sort_tables(tables, again.schema, [about["client"]], spill, memory)
+        write_prepared(folder, tables, again.schema, about)
+        return folder
+
+    return reading.repeat(write)
 
 
 def _no_space(folder: Path, needed: int) -> OSError:

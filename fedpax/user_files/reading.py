@@ -2,8 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -37,6 +37,8 @@ from fedpax.user_files.selection import (
     wanted_columns,
 )
 from fedpax.user_files.table_source import check_columns
+
+Result = TypeVar("Result")
 
 
 class Reading:
@@ -142,19 +144,19 @@ class Reading:
             check_client_type(self.schema.field(self.client).type, self.client, self._name)
         return {"client": self.client, "label": self._options.label, "files": self._name}
 
-    def change_type(self, changed: TypeChangedError) -> None:
-        """Read the schema again, with the type of a column that a later part has."""
+    def repeat(self, use: Callable[["Reading"], Result]) -> Result:
+        """Return `use(self)`, called again where a part needs another type than those before."""
         while True:
-            self.set_type(changed)
             try:
-                return self.read_schema(first_part=bool(changed.column))
-            except TypeChangedError as further:
-                changed = further
+                return use(self)
+            except TypeChangedError as changed:
+                self._change_type(changed)
 
-    def set_type(self, changed: TypeChangedError) -> None:
-        """Read a column of a file with the type that a later part has."""
+    def _change_type(self, changed: TypeChangedError) -> None:
         if changed.column:
             self.types.setdefault(changed.path, {})[changed.column] = changed.type
+        if self.fields:  # after `join`
+            self.repeat(lambda again: again.read_schema(first_part=bool(changed.column)))
 
     def tables(self) -> Iterator[pa.Table]:
         """Yield all parts."""

@@ -17,7 +17,6 @@ from jaxtyping import Float64
 from pyarrow import ipc
 
 from fedpax.user_files.arrow_numpy import encode_values, to_numpy
-from fedpax.user_files.formats import TypeChangedError
 from fedpax.user_files.prepared import write_prepared
 from fedpax.user_files.reading import Reading, unify_parts
 from fedpax.user_files.sorting import sort_tables
@@ -70,11 +69,7 @@ def survey_group(reading: Reading, number: int) -> GroupSurvey:
     """Read a group of files before `ShardPlan.of`: all of it, so that every damaged row is met."""
     reading = reading.copy()
     names: dict[str, None] = {}  # in the order of the first parts
-    while True:
-        try:
-            return _survey(reading, number, names)
-        except TypeChangedError as changed:
-            reading.set_type(changed)
+    return reading.repeat(lambda again: _survey(again, number, names))
 
 
 def _survey(reading: Reading, number: int, names: dict[str, None]) -> GroupSurvey:

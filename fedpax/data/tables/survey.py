@@ -26,7 +26,7 @@ from fedpax.user_files.arrow_numpy import check_client_type, encode_values
 from fedpax.user_files.file_sizes import estimate_bytes
 from fedpax.user_files.finding import CLIENT
 from fedpax.user_files.folders import is_files
-from fedpax.user_files.formats import LoadOptions, TypeChangedError, find_stream
+from fedpax.user_files.formats import LoadOptions, find_stream
 from fedpax.user_files.held_out import add_partition, check_partition
 from fedpax.user_files.image_hashes import visible
 from fedpax.user_files.open_files import open_in_order
@@ -86,7 +86,7 @@ def survey_files(files: Any, options: LoadOptions, max_labels: int) -> Survey:
     reading.check_columns()
     if options.partition is not None:
         check_partition(reading.schema.names, options)
-    counts = _repeat(reading, _count_columns)
+    counts = reading.repeat(_count_columns)
     if not counts.num_examples:
         raise ArgumentError(
             f"{selected.name} has no examples, expected at least one. Name other files."
@@ -112,10 +112,10 @@ def survey_files(files: Any, options: LoadOptions, max_labels: int) -> Survey:
     if client is None:
         rows = pa.table({"": pa.nulls(survey.num_examples)})
         if label is not None:
-            rows = _repeat(reading, lambda again: _read_column(again, label))
+            rows = reading.repeat(lambda again: _read_column(again, label))
         return _with_partition(survey, add_partition(rows, options), label, max_labels)
     keys = [client] if label is None else [client, label]
-    return _with_clients(survey, _repeat(reading, lambda again: _count_groups(again, keys)))
+    return _with_clients(survey, reading.repeat(lambda again: _count_groups(again, keys)))
 
 
 def _survey_folder(source: TableSource, max_labels: int) -> Survey:
@@ -184,16 +184,6 @@ class _Counts(NamedTuple):
         ends = pa.concat_arrays(self.ends[name]) if name in self.ends else pa.nulls(0)
         note = self.texts[name].describe(name) if name in self.texts else ""
         return ColumnSummary(treatment, str(field.type), missing, distinct, value_range(ends), note)
-
-
-def _repeat(reading: Reading, use: Any) -> Any:
-    """Read all parts; again if a later part of a file changes a type."""
-    for _ in range(3 + len(reading.schema) * len(reading.groups)):
-        try:
-            return use(reading)
-        except TypeChangedError as changed:
-            reading.change_type(changed)
-    raise AssertionError("every attempt settles the type of a column of a file")
 
 
 def _count_columns(reading: Reading) -> _Counts:

@@ -203,7 +203,6 @@ def _train(
     batches: chex.ArrayTree,
     num_steps: Int[Array, " islands"],
 ) -> tuple[StreamingDiLoCoState, InnerReport]:
-    """Take inner steps on all islands."""
     params, inner_state, report = federated_map(
         inner_steps, state.local_params, state.inner_optimizer_state, batches, num_steps
     )
@@ -233,7 +232,6 @@ def _receive(
 def _steps_per_merge(
     batches: chex.ArrayTree, schedule: Syncs, num_fragments: int, delay: int
 ) -> int:
-    """Return the number of batches of an island between two merges."""
     shape = jnp.shape(schedule.num_steps)[1:]
     num_steps = jax.tree.leaves(batches)[0].shape[1]
     if shape != (num_fragments,):
@@ -258,7 +256,6 @@ def _merge_of(schedule: Syncs, p: int) -> tuple[Any, ...]:
 
 
 def _steps(cohort: Cohort, start: int, stop: int) -> chex.ArrayTree:
-    """Return the batches of some steps, placed."""
     return federated_map(
         lambda batches: jax.tree.map(lambda batch: batch[start:stop], batches), cohort.batches
     )

@@ -124,7 +124,6 @@ def fednova(
 
 
 def _check_scalar_rule(optimizer: optax.GradientTransformation) -> None:
-    """Check that an optimizer takes a scalar parameter."""
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     try:
         jax.eval_shape(lambda x: optimizer.update(x, optimizer.init(x), x), scalar)

@@ -354,7 +354,6 @@ def check_regions(regions: Sequence[int]) -> tuple[int, ...]:
 def _make_schedule(
     order: RegionalOrder | None, region_of: Int[Array, " islands"], num_regions: int
 ) -> _Schedule:
-    """Compute the events of a round."""
     if order is None:
         return _Schedule(region_of, None, None)
 

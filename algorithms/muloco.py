@@ -119,6 +119,5 @@ def _on_automatic_axes(
 
 
 def _axes(spec: P) -> set[str]:
-    """Return the mesh axes of a partition spec."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     return {axis for entry in entries for axis in entry if axis is not None}

@@ -196,7 +196,6 @@ def _train(
     option: Literal["I", "II"],
     rate: Any,
 ) -> tuple[Params, Metrics, Params, Params]:
-    """Take a client's local steps."""
     # Returns x - y_i; the metrics; the gradient that is the new c_i; and the gradient plus
     # `correction`.
     terms = [added_term(correction), client_optimizer]

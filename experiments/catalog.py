@@ -186,7 +186,6 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
 
 
 def _import_shipped(name: str) -> Callable[[], Any]:
-    """Import the function of an experiment or a group that comes with fedpax."""
     module = {**EXPERIMENTS, **GROUPS}[name].module
     function: Callable[[], Any] = getattr(
         importlib.import_module(f"fedpax.experiments.{module}"), name

@@ -229,7 +229,6 @@ class FedAvgFiles(ClientExperiment):
         return read_batches(self._read, np.flatnonzero(chosen), self.heldout_batch_size)
 
     def _read(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Return some examples as a batch."""
         return self.make_preprocess()(self.prepared.read(rows))
 
     def make_loss(self, model: FunctionalModel) -> LossFn:

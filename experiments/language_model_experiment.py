@@ -137,7 +137,6 @@ class TextDataConfig(CheckedConfig):
             raise
 
     def _text_columns(self) -> dict[str, str]:
-        """Return the fields that are read, by their flags."""
         names = ("prompt_field", "answer_field", "messages_field")
         columns = {f"--data.{name}=": getattr(self, name) for name in names}
         return {k: c for k, c in columns.items() if c is not None} or {"--data.field=": self.field}

@@ -101,7 +101,6 @@ def _own_files(experiment: Experiment, node: Node, files: str) -> CohortRounds:
 
 
 def _with_own_files(experiment: Experiment, node: Node, files: str) -> FedAvgFiles:
-    """Return the experiment on the files of this node."""
     if not isinstance(experiment, FedAvgFiles):
         raise ArgumentError(
             f"--node-config has files={files!r}, and {type(experiment).__name__} reads no files, "

@@ -117,7 +117,6 @@ class PersonalImages(FedAvgImages):
         return cohort, batches, label_weights(parts, batches["label"][batches["mask"] > 0])
 
     def _read_cohort(self, population: Partition) -> Cohort:
-        """Read a round of all clients."""
         rounds, sampler = self.make_rounds_of_all(self.read_clients()[0], population)
         return next(self.make_stream(rounds, sampler))
 

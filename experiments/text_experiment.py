@@ -223,7 +223,6 @@ class TextExperiment(LanguageModelExperiment):
         return NamedSharding(mesh, PartitionSpec(island_axis, None, *rows))
 
     def _open_rounds(self, tokenizer: Tokenizer, mesh: Mesh) -> TokenRounds:
-        """Open the training text."""
         data, sizes = self.data, self._round_sizes
         sharding = self._batch_sharding(mesh, data.batch_size)
         return token_rounds(
@@ -240,7 +239,6 @@ class TextExperiment(LanguageModelExperiment):
     def _make_evaluation(
         self, trainable: Trainable, heldout: HeldoutSets, mesh: Mesh
     ) -> Callable[[Params], dict[str, float]]:
-        """Make the evaluation on the held-out sets."""
         batch_size = self.data.heldout_batch_size
         return trainable.evaluate(
             lambda loss_fn: heldout_evaluator(

@@ -157,7 +157,6 @@ def note_training(
 
 
 def _note_classes(prepared: PreparedFiles, opened: OpenFiles) -> list[str]:
-    """Tell which classes have no training example, or no held-out example."""
     label, notes = prepared.label, []
     if label.task == "classification":
         parts = {"training": opened.training, "held-out": ~opened.training}

@@ -187,7 +187,6 @@ def _find(
 
 
 def _read_field(manager: "ocp.CheckpointManager", round_number: int, field: str) -> Any:
-    """Read a field of the state as NumPy arrays."""
     item = jax.tree.map(lambda leaf: 0, manager.item_metadata(round_number)["state"][field])
     return _restore_field(manager, round_number, field, item) if jax.tree.leaves(item) else item
 
@@ -195,7 +194,6 @@ def _read_field(manager: "ocp.CheckpointManager", round_number: int, field: str)
 def _restore_field(
     manager: "ocp.CheckpointManager", step: int, field: str, item: Any, arguments: Any = None
 ) -> Any:
-    """Restore a field of a state."""
     of_field = None if arguments is None else {field: arguments}
     return restore_item(manager, step, "state", {field: item}, of_field, partial=True)[field]
 

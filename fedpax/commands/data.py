@@ -192,7 +192,6 @@ def _is_large(files: Any, partition: str | None, reading: Mapping[str, Any]) -> 
 
 
 def _survey(files: Any, options: LoadOptions, picture: Path | None) -> int:
-    """Print the same tables of files that are read in parts."""
     from fedpax.data.tables.survey import label_skew, merge_pairs, survey_files
 
     survey = survey_files(files, options, _MOST_LABELS)
@@ -239,7 +238,6 @@ def _survey(files: Any, options: LoadOptions, picture: Path | None) -> int:
 
 
 def _count_labels(pairs: NDArray[np.int64], num_clients: int, num_labels: int) -> NDArray[np.int64]:
-    """Return the number of examples of each label, by client."""
     counts = np.zeros((num_clients, num_labels), np.int64)
     counts[pairs[0], pairs[1]] = pairs[2]
     return counts
@@ -338,7 +336,6 @@ def _print_clients(
     names: list[str] | None,
     top: tuple[NDArray[np.int64], NDArray[np.int64]] | None,
 ) -> None:
-    """Print the table of the largest and smallest clients."""
     by_size = np.argsort(-sizes, kind="stable")
     if len(by_size) > _MOST_CLIENTS:
         half = _MOST_CLIENTS // 2

@@ -101,7 +101,6 @@ def _requirements() -> dict[str, str]:
 
 
 def _numbers(version: str) -> list[int]:
-    """Return the leading numbers of a version."""
     leading = re.match(r"[\d.]*", version)
     return [int(part) for part in (leading[0] if leading else "").split(".") if part]
 

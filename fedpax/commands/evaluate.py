@@ -107,7 +107,6 @@ def evaluate(arguments: Sequence[str]) -> int:
 def _evaluate_in_batches(
     saved: SavedRun, params: Params, run_rounds: RunRounds, by_client: bool
 ) -> tuple[Mapping[str, float], ClientMetrics | None]:
-    """Evaluate a checkpoint in a job of an engine."""
     experiment: Any = saved.experiment
     if not hasattr(experiment, "open_heldout_clients"):
         raise UsageError(

@@ -126,7 +126,6 @@ def _export_flower(experiment: Experiment, exp: str, options: flags.FlagValues) 
 
 
 def _export_stages(saved: SavedRun, options: flags.FlagValues) -> int:
-    """Write the stages of a run's round."""
     _check_is_of_round("stages", options)
     out = _new_path(options.out, is_folder=True)
     run = build_run(saved.experiment)

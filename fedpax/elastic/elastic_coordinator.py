@@ -251,7 +251,6 @@ class ElasticCoordinator:
             self._begin(self._choose(self._members), None)
 
     def _begin_again(self) -> None:
-        """Begin the generation after another."""
         round_number = None if self._order == "save" else self._newest_copy()
         candidates: Collection[int] = self._members
         if round_number is not None:

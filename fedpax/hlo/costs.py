@@ -240,7 +240,6 @@ def _fusion_reads(module: Module, body: Computation, index: int, shape: str) -> 
 
 
 def _fusion_writes(module: Module, body: Computation, root: Instruction, shape: str) -> float:
-    """Return the bytes that a fusion writes."""
     while root.opcode == "bitcast":
         root = body.instructions[root.operands[0]]
     if root.opcode == "tuple":

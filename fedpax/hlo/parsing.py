@@ -92,7 +92,6 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _instruction(line: str) -> Instruction | None:
-    """Parse the line of an instruction; None for any other line."""
     match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", re.sub(r"/\*.*?\*/", "", line))
     if not match:
         return None

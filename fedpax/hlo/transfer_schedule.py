@@ -134,7 +134,6 @@ def _ends(computation: Computation) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _merged(events: list[Event]) -> tuple[Event, ...]:
-    """Join neighboring matmuls."""
     merged: list[Event] = []
     for event in events:
         if isinstance(event, Work):

@@ -54,7 +54,6 @@ def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 def _programs(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield the outermost programs in a jaxpr."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is federated_program_p:
             yield eqn

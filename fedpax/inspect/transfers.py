@@ -103,8 +103,6 @@ class Cost:
 
 
 def _table(placement: PlacementCost) -> list[str]:
-    """Format the transfers of a placement."""
-
     def bytes_of(transfer: Transfer, size: int) -> str:
         times = f"{transfer.executions} x " if transfer.executions > 1 else ""
         return f"{times}{size:,}"

@@ -261,7 +261,6 @@ def _expert_matmul(
 
 
 def _names(spec: Iterable[str | tuple[str, ...] | None]) -> set[str]:
-    """Return the mesh axes in a specification."""
     return {axis for entry in spec for axis in entry_axes(entry)}
 
 

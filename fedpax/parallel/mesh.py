@@ -270,7 +270,6 @@ def _integer(given: str, name: str, size: int) -> int:
 
 
 def _fitting(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> str:
-    """Suggest sizes that fit the devices."""
     total = len(devices)
     taken = math.prod(size for size in sizes.values() if size != -1)
     fits = []

@@ -76,7 +76,6 @@ def simulated_count(mesh: MeshConfig, sharded: Sequence[ShardedSize], cores: int
 
 
 def _order(mesh: MeshConfig, sharded: Sequence[ShardedSize]) -> Iterator[str]:
-    """Yield the axes that take devices."""
     divided = {axis for item in sharded for axis in item.axes} - {*mesh.stated}
     yield from (axis for axis in PLACEMENTS if axis in divided)
     yield from (axis for axis, size in mesh.stated.items() if size == -1)

@@ -310,7 +310,6 @@ def _split_microbatches(x: jax.Array, schedule: Schedule, axis: str) -> jax.Arra
 
 
 def _merge_microbatches(x: jax.Array, schedule: Schedule, axis: str) -> jax.Array:
-    """Invert `_split_microbatches`."""
     shards = _batch_shards(x.shape[1], axis)
     x = jnp.moveaxis(x.reshape(schedule.num_microbatches, shards, -1, *x.shape[2:]), 0, 1)
     return x.reshape(-1, *x.shape[3:])

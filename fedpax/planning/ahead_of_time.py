@@ -255,7 +255,6 @@ def _value(experiment: Experiment, field: str) -> Any:
 
 
 def _argument_bytes(run: Run) -> dict[str, int]:
-    """Return the bytes of a round's arguments on a device, by part."""
     params = jax.eval_shape(run.init, jax.random.key(0))
     state = jax.eval_shape(run.algorithm.init, params)
     participants = jax.tree.leaves(run.cohort_shapes)[0].shape[0]

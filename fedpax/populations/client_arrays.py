@@ -137,7 +137,6 @@ def concatenate_clients(
 
 
 def _check_client(client: int, fields: Any) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a client, checked alone."""
     if not isinstance(fields, Mapping) or not fields:
         raise ArgumentTypeError(
             f"Client {client} is {fields!r:.100}, expected a dict of arrays [examples, ...], such "

@@ -129,7 +129,6 @@ class ClientSampler:
             object.__setattr__(self, "_cumulative", np.cumsum(weights / weights.max()))
 
     def _check_probability(self, probability: float) -> None:
-        """Check the probability of Poisson sampling."""
         if self.weights is not None:
             raise ArgumentError(
                 "ClientSampler got weights and sampling_probability, expected one of them: weights "

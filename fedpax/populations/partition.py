@@ -303,7 +303,6 @@ class _Groups(NamedTuple):
 def _groups(
     source: Examples, field: str, size: Callable[[Mapping[str, Any]], int] | None
 ) -> _Groups:
-    """Group examples by the values of a field."""
     values, sizes = _values(source, field, size)
     names = [
         value if type(value) in (str, int, bytes) else _group_name(value, field, index)

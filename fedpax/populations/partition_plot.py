@@ -165,7 +165,6 @@ def _bars(
 
 
 def _overview(statistics: PartitionStatistics, names: list[str] | None) -> "Figure":
-    """Draw a histogram of sizes and a heat map of label frequencies."""
     from fedpax.pictures import Picture
 
     figure = Picture(figsize=(11, 4.8), dpi=150, layout="constrained")
@@ -182,7 +181,6 @@ def _overview(statistics: PartitionStatistics, names: list[str] | None) -> "Figu
 
 
 def _histogram(axes: "Axes", statistics: PartitionStatistics) -> None:
-    """Draw the distribution of the participants' sizes."""
     from fedpax.pictures import log_ticks
 
     smallest, largest = statistics.smallest, statistics.largest
@@ -208,7 +206,6 @@ def _histogram(axes: "Axes", statistics: PartitionStatistics) -> None:
 
 
 def _label_map(axes: "Axes", statistics: PartitionStatistics, names: list[str]) -> None:
-    """Draw the frequency of each label for each participant."""
     from matplotlib.colors import PowerNorm
     from matplotlib.ticker import PercentFormatter
 
@@ -256,7 +253,6 @@ def _colors(number: int) -> NDArray[np.float64]:
 
 
 def _color_bar(axes: "Axes", colors: NDArray[np.float64], names: list[str]) -> None:
-    """Draw a color bar that names the labels."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
 
@@ -281,7 +277,6 @@ def _name_ticks(axis: "Axis", names: list[str]) -> None:
 
 
 def _style_axes(axes: "Axes", horizontal: str, vertical: str) -> None:
-    """Label the axes, format their ticks, and draw a light grid."""
     from fedpax.pictures import count_ticks, style_panel
 
     axes.set_xlabel(horizontal)
@@ -297,7 +292,6 @@ def _note(axes: "Axes", text: str) -> None:
 
 
 def _title(statistics: PartitionStatistics) -> str:
-    """Return the picture's title."""
     participants, examples = len(statistics.sizes), statistics.num_examples
     return (
         f"{participants:,} participant{'s' * (participants != 1)}, "

@@ -124,7 +124,6 @@ class DirichletClients(ComputedPartition):
         return sizes
 
     def _random(self, client: int) -> np.random.RandomState:
-        """Make the random number generator of a client."""
         # NumPy promises that it never changes, and one from a seed takes ten times as long to make.
         key = np.array([self._seed % 2**64, client], np.uint64)
         return np.random.RandomState(np.random.Philox(key=key))
@@ -193,7 +192,6 @@ def _philox(
 def _multiply(
     factor: np.uint64, words: UInt64[np.ndarray, " n"]
 ) -> tuple[UInt64[np.ndarray, " n"], UInt64[np.ndarray, " n"]]:
-    """Return the upper and the lower 64 bits of products."""
     high, low = factor >> _HALF, factor & _LOW
     word_high, word_low = words >> _HALF, words & _LOW
     middle = word_high * low + (word_low * low >> _HALF)

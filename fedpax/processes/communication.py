@@ -244,7 +244,6 @@ def _accept_all(
 
 
 def _connect(offer: dict[str, Any]) -> tuple[int, str, socket.socket]:
-    """Connect to process 0."""
     greeting = {
         "token": offer["token"],
         "process": jax.process_index(),

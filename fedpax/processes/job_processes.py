@@ -187,7 +187,6 @@ def _refusal(processes: JobProcesses, hosts: dict[int, str], number: int, count:
 def _missing(
     processes: JobProcesses, hosts: dict[int, str], turned_away: list[str], timeout: float
 ) -> str:
-    """Return a message that names the missing processes."""
     absent = [str(i) for i in range(processes.num_processes) if i not in hosts]
     listed = ", ".join(absent[:20]) + (" and others" if len(absent) > 20 else "")
     present = ", ".join(f"{i} on {host}" for i, host in sorted(hosts.items())[:20])
@@ -201,7 +200,6 @@ def _missing(
 
 
 def _report(processes: JobProcesses, deadline: float, timeout: float) -> None:
-    """Connect to process 0 until it answers."""
     greeting = {
         "greeting": GREETING,
         "process": processes.process_id,

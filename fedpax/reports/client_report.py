@@ -175,7 +175,6 @@ def _draw_metric(axes: Axes, by_client: ClientMetrics, name: str, *, has_rows: b
 
 
 def _name_rows(axes: Axes, by_client: ClientMetrics) -> None:
-    """Name the clients of the rows, the worst at the top."""
     from fedpax.pictures import short_text
 
     order = worst_first(by_client)
@@ -184,7 +183,6 @@ def _name_rows(axes: Axes, by_client: ClientMetrics) -> None:
 
 
 def _named(by_client: ClientMetrics, name: str, client: int | None) -> str:
-    """Return the cell of a client's value."""
     if client is None:
         return "-"
     return f"{_cell(by_client.metrics[name][client])} ({by_client.names[client]})"

@@ -73,7 +73,6 @@ def draw_losses(
 
 
 def _grows(runs: Iterable[Sequence[Line]], key: Axis) -> bool:
-    """Return whether a key is above zero in a run."""
     return any(_numbers_above_zero([line.get(key) for lines in runs for line in lines]))
 
 

@@ -216,7 +216,6 @@ def own_classes(experiment: Any) -> frozenset[type]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield a configuration and the dataclasses in it."""
     if isinstance(value, tuple):
         for item in value:
             yield from _parts(item)

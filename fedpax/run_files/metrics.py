@@ -293,7 +293,6 @@ def _shorten(path: Path, size: int) -> bool:
 
 
 def _histogram(vector: np.ndarray) -> HistogramProto:
-    """Count the finite values of a vector in 30 intervals of equal length."""
     known = finite_values(vector)
     counts, edges = np.histogram(known, bins=30)
     return HistogramProto(

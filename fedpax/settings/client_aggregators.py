@@ -30,7 +30,6 @@ else:
 
 
 def _required(codec: str) -> list[str]:
-    """Return the names of the settings that a codec requires."""
     parameters = inspect.signature(_CODECS[codec]).parameters
     return [
         name

@@ -290,6 +290,5 @@ def sum_fine_tuned(
 
 
 def _of_each_client(personalize: Callable[[chex.ArrayTree, Any], Params], cohort: Cohort) -> Params:
-    """Call a function on the batches and the number of steps of each client."""
     size = jax.tree.leaves(cohort.batches)[0].shape[0]
     return jax.vmap(personalize, axis_size=size)(cohort.batches, cohort.num_steps)

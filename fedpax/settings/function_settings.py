@@ -195,7 +195,6 @@ def argument_texts(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def _text(name: str, text: str) -> str:
-    """Return the lines of an argument in a docstring."""
     return f"    {name}: " + text.replace("\n", "\n        ")
 
 

@@ -204,7 +204,6 @@ class _IdleClients:
         return float(self._by_place(self._until).min())
 
     def _look(self, now: float) -> None:
-        """Note which clients are up."""
         if not len(self._until):
             count = len(self._times)
             self._is_up, self._until = np.zeros(count, np.bool_), np.full(count, -np.inf)

@@ -293,7 +293,6 @@ def load_trace(path: str | Path) -> Trace:
 
 
 def _load_arrays(path: Path) -> Trace:
-    """Read a NumPy archive."""
     try:
         with np.load(path) as arrays:
             contents = {name: arrays[name] for name in arrays.files}
@@ -310,7 +309,6 @@ def _load_arrays(path: Path) -> Trace:
 
 
 def _load_lines(path: Path) -> Trace:
-    """Read JSON lines."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:

@@ -172,7 +172,6 @@ def _prepare(name: str, split: str, root: Path) -> None:
 
 
 def _open(builder: Any, split: str) -> Source:
-    """Open a split of a prepared data set."""
     folder = Path(builder.data_path)
     name = builder.info.full_name
     try:

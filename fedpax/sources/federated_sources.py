@@ -57,7 +57,6 @@ class FederatedSource(tfds.core.ShardBasedBuilder):
         return [] if self.manual_path.exists() else [self.ARCHIVE.url]
 
     def _splits(self) -> dict[str, str]:
-        """Return the archive's name of each split."""
         return {"train": "train", "test": "test"}
 
     @abc.abstractmethod
@@ -67,7 +66,6 @@ class FederatedSource(tfds.core.ShardBasedBuilder):
     def _describe(
         self, description: str, fields: Mapping[str, Any], homepage: str
     ) -> tfds.core.DatasetInfo:
-        """Describe the data set, with the field `client` added."""
         return LocalDatasetInfo(
             builder=self,
             description=description,

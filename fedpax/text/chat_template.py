@@ -98,7 +98,6 @@ def _entries(config: Path) -> Any:
 
 
 def _text(file: Path) -> str:
-    """Read a template without its byte-order mark."""
     try:
         return read_file(file).decode("utf-8-sig")
     except UnicodeDecodeError as error:

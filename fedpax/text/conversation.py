@@ -144,7 +144,6 @@ class Conversation:
 
 
 def _without_template(parts: list[Any]) -> Document:
-    """Make the document of a prompt and its answer."""
     prompt, answer = parts
     is_target = np.arange(len(prompt) + len(answer) + 1) >= len(prompt)
     return Document(np.concatenate([prompt, answer]), is_target)

@@ -128,7 +128,6 @@ def load_tokenizer(name: str, *, end_of_document: str | None = None) -> Tokenize
 
 
 def _read(name: str, content: bytes) -> Vocabulary:
-    """Read a `tokenizer.json` or a SentencePiece model."""
     is_json = content.lstrip()[:1] == b"{"  # a SentencePiece model is binary
     expected = "a tokenizer.json" if is_json else "a SentencePiece model"
     try:
@@ -143,7 +142,6 @@ def _read(name: str, content: bytes) -> Vocabulary:
 
 
 def _tokenizer(identity: str, vocabulary: Vocabulary, separator: int) -> Tokenizer:
-    """Make a tokenizer of a vocabulary."""
     dtype = np.uint16 if vocabulary.size <= 2**16 else np.int32
     end = vocabulary.name(separator)
     special = {**vocabulary.special, str(end): separator}
@@ -297,7 +295,6 @@ def train_tokenizer(
 
 
 def _library() -> Any:
-    """Import the library that reads a `tokenizer.json`."""
     try:
         import tokenizers
     except ImportError as error:

@@ -317,7 +317,6 @@ def token_name(value: Any) -> Any:
 
 
 def _token(vocabulary: Vocabulary, value: Any, source: str) -> int:
-    """Return a token by its name or number."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if is_number and 0 <= value < vocabulary.size and vocabulary.name(value) is not None:
         return int(value)

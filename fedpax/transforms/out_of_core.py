@@ -135,7 +135,6 @@ def _checked(leaf: Any, path: Any, names: Sequence[str]) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Return a value that is not read in chunks."""
     return value[...] if hasattr(value, "shape") and not isinstance(value, jax.Array) else value
 
 

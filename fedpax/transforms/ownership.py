@@ -212,7 +212,6 @@ def divide(
 
 
 def _unique(names: Sequence[str]) -> tuple[str, ...]:
-    """Add a number to names that occur before."""
     occurrences: dict[str, int] = {}
     numbered = []
     for name in names:

@@ -113,7 +113,6 @@ class EqualValues:
 
 
 def _is_true(v: Atom) -> bool:
-    """Return whether a value is the constant True."""
     return (
         isinstance(v, Literal)
         and aval_of(v).shape == ()

@@ -120,7 +120,6 @@ def _cost(plan: StreamingPlan) -> PlanCost:
 
 
 def _chunk_size(plan: StreamingPlan, phase: int) -> int:
-    """Return the chunk size of a loop as a number."""
     size = plan.chunk_size(phase)
     if size == "auto":
         return 0

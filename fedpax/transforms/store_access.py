@@ -98,7 +98,6 @@ def _access(plan: StreamingPlan, read: JaxprEqn, write: JaxprEqn) -> RowAccess |
 
 
 def _same(some: list[Atom], others: list[Atom]) -> bool:
-    """Return whether two lists have the same values."""
     return len(some) == len(others) and all(
         a is b or (not isinstance(a, Var) and not isinstance(b, Var) and a.val == b.val)
         for a, b in zip(some, others, strict=True)

@@ -105,7 +105,6 @@ def _replaced(values: Sequence[Any], index: int | None, value: Any) -> tuple:
 
 
 def _names(sharding: Any, mesh_axis: str | None) -> bool:
-    """Return whether a sharding uses a mesh axis."""
     if mesh_axis is None or not isinstance(sharding, NamedSharding):
         return False
     entries = (e if isinstance(e, tuple) else (e,) for e in sharding.spec)

@@ -176,7 +176,6 @@ def json_values(values: Sequence[Any]) -> Any:
 
 
 def _plain(array: Any) -> NDArray[Any]:
-    """Convert an array without nulls."""
     data_type = array.type
     if isinstance(array, pa.FixedShapeTensorArray):
         # pyarrow refuses booleans, texts and dates

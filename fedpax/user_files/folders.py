@@ -83,7 +83,6 @@ def _choose(folder: Path, splits: Sequence[str], split: str | None) -> str:
 
 
 def _saved_files(folder: Path) -> list[DataFile]:
-    """Return the Arrow files of a folder of `save_to_disk`."""
     names = _names(folder / STATE, "_data_files", "filename")
     for name in names:
         check_fetched(folder / name)

@@ -135,7 +135,6 @@ def _hash_texts(column: Any) -> UInt64[np.ndarray, " examples"]:
 
 
 def _content(value: Any) -> bytes:
-    """Return the bytes of a text, bytes, list or structure."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, str):

@@ -152,7 +152,6 @@ def _read(
 def _make_source(
     name: str, folder: Path, table: pa.Table, options: LoadOptions, client: str | None
 ) -> TableSource:
-    """Add the clients of a partition, select the split, and sort by client."""
     added = [_PLACE]
     if options.partition is not None:
         table, client = add_partition(table, options), CLIENT

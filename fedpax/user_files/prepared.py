@@ -247,7 +247,6 @@ def _open_part(folder: Path, about: dict[str, Any]) -> _PreparedPart:
 
 
 def _open_shards(folder: Path, about: dict[str, Any]) -> _PreparedPart:
-    """Open shards as one table."""
     names = about["shards"]
     if not isinstance(names, list) or not all(_SHARD.fullmatch(str(name)) for name in names):
         raise _damaged(folder, f"prepared.json has the shards {names!r:.80}")

@@ -156,7 +156,6 @@ def _store_array(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _reinterpret(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Return fixed-size lists as fixed-size bytes."""
     if array.null_count or array.flatten().null_count:
         rows = [None if row is None else bytes(row) for row in _row_bytes(array)]
         return pa.array(rows, kind)

@@ -226,7 +226,6 @@ class ClientNames(Sequence[Any]):
 
 
 def _values(array: NDArray[Any]) -> Sequence[Any]:
-    """Return the elements of a column, None for those that are missing."""
     if not isinstance(array, np.ma.MaskedArray):
         return list(array)
     mask = np.ma.getmaskarray(array).reshape(len(array), -1).any(axis=1)

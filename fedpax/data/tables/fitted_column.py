@@ -172,7 +172,6 @@ def _checked_numbers(treatment: Treatment, column: Any) -> Float64[np.ndarray, "
 
 
 def _booleans(name: str, column: Any) -> Float64[np.ndarray, " examples"]:
-    """Return booleans as 0 and 1."""
     distinct, codes = encode_texts(column)
     if unknown := sorted(set(distinct) - {"0", "1", "true", "false"}):
         raise ArgumentError(

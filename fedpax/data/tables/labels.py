@@ -189,7 +189,6 @@ def _order(text: str) -> float:
 
 
 def _infer_task(name: str, pieces: Sequence[Any], treatment: Treatment | None) -> tuple[Task, str]:
-    """Apply the rule of `infer_label`."""
     if treatment is not None:
         if treatment.kind not in ("category", "boolean", "number"):
             raise ArgumentError(

@@ -104,7 +104,6 @@ def encode_table(
 def _describe(
     treatments: Sequence[Treatment], features: TableFeatures, label: Label
 ) -> tuple[str, ...]:
-    """Return lines on the columns and the label."""
     lines = [label.describe()]
     kinds = {
         kind: [column for column in features.columns if column.treatment.kind == kind]

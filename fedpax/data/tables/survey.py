@@ -283,7 +283,6 @@ def _query(tables: Iterator[pa.Table], schema: pa.Schema, sql: str) -> pa.Table:
 
 
 def _ends(column: pa.Array) -> pa.Array:
-    """Return the least and the largest value of a column."""
     data_type = column.type
     if pa.types.is_duration(data_type):  # whose least value Arrow does not find
         return _ends(column.view(pa.int64())).view(data_type)
@@ -312,7 +311,6 @@ def _schema_to_count(schema: pa.Schema) -> pa.Schema:
 
 
 def _with_clients(survey: Survey, groups: pa.Table) -> Survey:
-    """Add the clients, and the number of their examples of each label."""
     client, amount = groups.column(0), groups.column(groups.num_columns - 1).to_numpy()
     names, owner = encode_values(client)
     sizes = np.bincount(owner, amount, minlength=len(names)).astype(np.int64)

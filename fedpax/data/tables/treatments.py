@@ -236,7 +236,6 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _infer(name: str, pieces: Sequence[Any], max_categories: int) -> Treatment:
-    """Apply the rule of `infer_treatments` to one column."""
     missing = sum(int(np.sum(is_missing(piece))) for piece in pieces)
     examples = sum(map(len, pieces))
     dtype = pieces[0].type

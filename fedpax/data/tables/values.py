@@ -135,7 +135,6 @@ def is_utf8(column: Any) -> bool:
 
 
 def _decoded(column: Any) -> Any:
-    """Return texts in UTF-8 as Arrow strings."""
     try:
         return pc.cast(column, pa.string())
     except pa.ArrowInvalid:
@@ -145,7 +144,6 @@ def _decoded(column: Any) -> Any:
 
 
 def _microseconds(column: Any) -> Any:
-    """Return dates, times and durations as integers."""
     dtype, types = column.type, pa.types
     if types.is_date(dtype):
         column = pc.cast(column, pa.timestamp("us"))
@@ -159,7 +157,6 @@ def _microseconds(column: Any) -> Any:
 
 
 def _floats(column: Any) -> Float64[np.ndarray, " examples"]:
-    """Return an Arrow array of numbers or booleans as float64."""
     if pa.types.is_boolean(column.type):
         column = pc.cast(column, pa.int8())
     column = pc.cast(column, pa.float64(), safe=False)

@@ -242,7 +242,6 @@ def _check_tied(tensors: dict[str, Any], folder: Path) -> None:
 def _dtype(
     parameter: StoredParameter, tensors: Mapping[str, Any], target: np.dtype | None
 ) -> np.dtype:
-    """Return the dtype of the parameter in memory."""
     dtypes = {DTYPES[tensors[name].get_dtype()]: name for name in parameter.names()}
     if target is None and len(dtypes) > 1:
         raise ArgumentError(
@@ -265,7 +264,6 @@ def _read(
     sharding: Sharding | None,
     dtype: np.dtype,
 ) -> jax.Array:
-    """Read a parameter, one shard after another."""
     if sharding is None:
         whole = tuple((0, size) for size in parameter.shape)
         return jax.device_put(_read_shard(parameter, tensors, whole, dtype))
@@ -285,7 +283,6 @@ def _read(
 def _read_shard(
     parameter: StoredParameter, tensors: Mapping[str, Any], bounds: Bounds, dtype: np.dtype
 ) -> np.ndarray:
-    """Read the part of a parameter within the bounds."""
     count = len(parameter.stack_shape)
     part = tuple(slice(*pair) for pair in bounds[count:])
     values = np.empty([stop - start for start, stop in bounds], dtype)

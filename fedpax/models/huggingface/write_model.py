@@ -166,7 +166,6 @@ def _tensors(stored: Mapping[str, StoredParameter], leaves: Mapping[str, Any]) -
 
 
 def _split(tensors: list[_Tensor], max_bytes: int) -> list[list[_Tensor]]:
-    """Divide tensors among files of at most `max_bytes`."""
     files: list[list[_Tensor]] = [[]]
     size = 0
     for tensor in tensors:

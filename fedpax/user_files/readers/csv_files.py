@@ -140,7 +140,6 @@ def _check_encoding(file: DataFile, options: ReadOptions, schema: pa.Schema) -> 
 
 
 def _texts_of(file: DataFile, options: ReadOptions, column: str) -> Iterator[Any]:
-    """Yield the values of a column as texts, in blocks."""
     as_text = options._replace(bad_rows=options.bad_rows and BadRows())  # counted already
     given = _options(file, as_text, {column: pa.string()}, use_threads=True, columns=[column])
     with file.open() as opened:
@@ -385,7 +384,6 @@ def _check_values(name: str, values: pa.Array, point: str) -> None:
 
 
 def _match(values: pa.Array, pattern: str) -> NDArray[np.bool_]:
-    """Return which texts match a regular expression."""
     return np.asarray(pc.match_substring_regex(values, pattern), np.bool_)
 
 

@@ -240,7 +240,6 @@ def decode_features(
 def _decode_column(
     table: pa.Table, name: str, options: ReadOptions, file: str, first_row: int
 ) -> pa.Table:
-    """Decode a column of encoded images."""
     encoded = encoded_values(table.column(name))
     if not encoded:
         raise ArgumentError("it has no examples")
@@ -252,7 +251,6 @@ _ARRAYS = ("Array2D", "Array3D", "Array4D", "Array5D")  # stored as lists of lis
 
 
 def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
-    """Return Hugging Face's features of columns."""
     metadata = (schema.metadata or {}).get(b"huggingface")
     try:
         features = json.loads(metadata or "{}")["info"]["features"]

@@ -57,7 +57,6 @@ def stream_tar(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
 
 
 def _examples(file: DataFile) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield the members of each name, by suffix."""
     key, members = "", dict[str, bytes]()
     try:
         with (

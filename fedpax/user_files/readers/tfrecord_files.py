@@ -104,6 +104,5 @@ def _records(file: DataFile) -> Iterator[bytes]:
 
 
 def _mask(content: bytes) -> int:
-    """Return the masked CRC-32C of TensorFlow."""
     crc: int = google_crc32c.value(content)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF

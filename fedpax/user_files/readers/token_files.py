@@ -119,7 +119,6 @@ def _chunks(tokens: NDArray[Any]) -> pa.Table:
 
 
 def _documents(tokens: NDArray[Any], offsets: NDArray[np.int64]) -> pa.Table:
-    """Return lists of tokens, without a copy."""
     values = pa.Array.from_buffers(
         pa.from_numpy_dtype(tokens.dtype), len(tokens), [None, pa.py_buffer(tokens)]
     )

@@ -1,6 +1,11 @@
 """Sentences that commands print."""
 
-from fedpax.commands.flag_table import describe_flags
+import inspect
+from typing import Any
+
+import pytest
+
+from fedpax.commands.flag_table import FLAGS, describe_flags
 from fedpax.commands.join import describe as describe_island
 from fedpax.commands.join import describe_site
 from fedpax.commands.parts.descriptions import join_lines, split_columns
@@ -9,8 +14,15 @@ from fedpax.commands.parts.output_files import output_file
 from fedpax.commands.train import describe as describe_run
 from fedpax.commands.train_object import in_python
 from fedpax.experiments.catalog import find_experiment
+from fedpax.islands.island.join import join
+from fedpax.islands.syncer.merge_votes import GuardRules
+from fedpax.islands.syncer.run_syncer import run_syncer
+from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.run_coordinator import run_coordinator
 from fedpax.sites.site_process import JoinResult
+from fedpax.sites.take_part import take_part
 from fedpax.training.trainer import TrainingResult
+from fedpax.transport.admission import SiteLimits
 
 
 def test_flags_are_listed_with_their_defaults() -> None:
@@ -64,3 +76,17 @@ def test_a_message_names_arguments_of_python() -> None:
     assert in_python(text) == (
         "Set another job_log_dir, or allow_config_change=['training.rounds', 'rate'] to"
     )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [RoundRules, GuardRules, SiteLimits, run_syncer, run_coordinator, join, take_part],
+    ids=lambda function: function.__name__,
+)
+def test_a_flag_has_the_default_of_the_argument_that_it_sets(function: Any) -> None:
+    """The flags state the defaults again, because the command line starts without JAX."""
+    arguments = inspect.signature(function).parameters.items()
+    defaults = {n: p.default for n, p in arguments if n in FLAGS and p.default != p.empty}
+    assert defaults
+    for name in defaults.keys() - {"exp", "allow_config_change"}:
+        assert FLAGS[name].default == defaults[name], name

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from fedpax.algorithm import AlgorithmParts
 from fedpax.errors import ConfigurationError
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.begin_from import begin_from
 from fedpax.training.experiment import Experiment, Run
+from fedpax.training.trainer import begin_from
 from fedpax.transport.admission import MAX_TEXT
 
 _READ = (

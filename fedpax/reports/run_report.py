@@ -160,10 +160,12 @@ def format_privacy(reports: Sequence[RunReport]) -> str:
         if not spent:
             continue
         epsilon, last = number_or_nan(spent[-1]["epsilon"]), spent[-1].get("round")
-        of_delta = "" if math.isnan(run.delta) else f" for delta {run.delta:g}"
+        delta = "the aggregator's delta" if math.isnan(run.delta) else f"delta {run.delta:g}"
         lines.append(
-            f"{run.name}: epsilon {epsilon:.4g}{of_delta} of the model after round {last}, without "
-            "amplification by sampling. Metrics, and numbers of clients and examples, have no noise"
+            f"{run.name}: epsilon {epsilon:.4g} for {delta} of the model after round {last}, "
+            "without amplification by sampling. Metrics, and numbers of clients and examples, have "
+            "no noise. In one program (`fedpax train`), the noise is drawn from a seed: a reader "
+            "who knows the seed can subtract it, and no epsilon holds"
         )
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """The process of a run over sites: its folder, files and server, and the run's identity."""
 
 import contextlib
+import json
 import math
 import signal
 import time
@@ -215,6 +216,7 @@ def identify(
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}"
         for path, x in jax.tree.leaves_with_path(params)
     }
+    fields = json.loads(json.dumps(fields), parse_constant=str)  # messages have no infinity
     return Identity(fedpax.__version__, fields, model, content=content)
 
 

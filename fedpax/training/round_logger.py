@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedpax.algorithm import Metrics, State
@@ -23,6 +24,16 @@ class NonFiniteError(FedpaxError, ArithmeticError):
     """The loss or the state is NaN or infinite; the message names the remedy."""
 
     exit_status = 1
+
+
+EMPTY = "<empty>"  # among the metrics of a round: whether no participant takes part
+
+
+@jax.jit
+def is_empty(client_ids: jax.Array, num_examples: jax.Array | None) -> jax.Array:
+    """Return whether no client of a cohort takes part, by their ids and weights."""
+    present = client_ids >= 0
+    return ~jnp.any(present if num_examples is None else present & (num_examples > 0))
 
 
 class RoundLogger:
@@ -89,8 +100,12 @@ class RoundLogger:
         # Of this round; logged is their number in all rounds.
         spiked = values.pop("spikes", None)
         self._uploaded_bytes += values.get(UPLOADED_BYTES, math.nan) / self._num_participants
-        loss = values["loss"]
-        is_spike = self._history.add(round_number, loss, None if spiked is None else bool(spiked))
+        loss, nobody, is_spike = values["loss"], bool(values.pop(EMPTY, 0)), False
+        if nobody:  # its loss is 0, the mean of nothing, and it is no spike
+            values["loss"] = loss = math.nan
+        else:
+            recorded = None if spiked is None else bool(spiked)
+            is_spike = self._history.add(round_number, loss, recorded)
         now = time.perf_counter()
         seconds, idle = now - self._clock, self._idle
         self.restart_clock(now)
@@ -111,11 +126,11 @@ class RoundLogger:
             },
             vectors,
         )
-        self._progress.show_round(round_number, loss, items_per_second, mfu)
+        self._progress.show_round(round_number, None if nobody else loss, items_per_second, mfu)
         self._note_non_finite(round_number, values.get("non_finite_participants", 0.0))
         self._history.check(round_number, loss, is_spike)
         ignored = self._history.on_spike == "ignore"
-        if self._stop_on_non_finite and ignored and not math.isfinite(loss):
+        if self._stop_on_non_finite and ignored and not (nobody or math.isfinite(loss)):
             raise NonFiniteError(f"the loss of round {round_number} is {loss}")
 
     def _note_non_finite(self, round_number: int, count: float) -> None:

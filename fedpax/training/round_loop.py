@@ -29,7 +29,7 @@ from fedpax.training.flops_utilization import utilization_of
 from fedpax.training.prefetch import Prefetch, put_on_mesh
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import TrainingJob
-from fedpax.training.round_logger import RoundLogger
+from fedpax.training.round_logger import EMPTY, RoundLogger, is_empty
 from fedpax.training.spikes import FiniteCheck, Spike, SpikeHistory
 from fedpax.training.startup_report import UNREAD_MASK, announce, describe_aggregator
 from fedpax.training.tracker import Tracker
@@ -267,12 +267,16 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             if busy:
                 clock.move(waited, "input", "step")
             compiled = self._round_of(number, cohort)
+            ids = getattr(
+                cohort, "client_ids", None
+            )  # before the round, which may overwrite its memory
+            empty = {} if ids is None else {EMPTY: is_empty(ids, cohort.num_examples)}
             threshold = (self._spike_threshold(number),) if self._skips else ()
             with jax.profiler.StepTraceAnnotation("round", step_num=number):
                 self._state, values = compiled.round(self._state, *threshold, cohort, *self._frozen)
             self.done = number
             self._dispatched += 1
-            logger.log_round(number, values, idle_seconds=0.0 if busy else waited)
+            logger.log_round(number, values | empty, idle_seconds=0.0 if busy else waited)
             if self.rounds_trained == 1:
                 self._open_checkpoints()
             profile.after(number, wait=logger.flush)

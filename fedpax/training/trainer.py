@@ -10,15 +10,17 @@ from typing import NamedTuple
 
 import jax
 
+from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints, CheckpointWriteError, LostCheckpointDirError
 from fedpax.checkpoints.exports import Exports
 from fedpax.checkpoints.orbax_files import Retention
 from fedpax.checkpoints.participant_states import ParticipantRule, check_rule
 from fedpax.checkpoints.saved_rounds import check_latest_round
+from fedpax.checkpoints.saved_state import load_params
 from fedpax.checks import check_integer_fields
 from fedpax.console import count_of
 from fedpax.elastic.membership import Membership
-from fedpax.errors import FedpaxError
+from fedpax.errors import ConfigurationError, FedpaxError
 from fedpax.files import NO_ROOM
 from fedpax.garbage_collection import collect_seldom
 from fedpax.preemption import PreemptionGuard
@@ -32,10 +34,10 @@ from fedpax.run_files.paths import (
     resolve_checkpoint_dir,
     resolve_job_log_dir,
 )
-from fedpax.training.begin_from import begin_from
+from fedpax.training.compiled_round import with_shardings
 from fedpax.training.diagnostics import Watchdog, check_profile_at
 from fedpax.training.early_stop import EarlyStop
-from fedpax.training.experiment import Experiment, Run, check_run
+from fedpax.training.experiment import Experiment, Run, StoredParams, check_run
 from fedpax.training.folder_owners import CheckpointDir
 from fedpax.training.progress import Progress, open_progress
 from fedpax.training.resume_checks import (
@@ -358,3 +360,26 @@ def _stopped(job: TrainingJob, reason: str, remedy: str) -> str:
     except Exception:  # the bucket is away
         saved = "Its checkpoints are"
     return f"{job.name} stopped: {reason}. {saved} kept in {job.saved_in}. {remedy}"
+
+
+def begin_from(run: Run, job_log_dir: str | None) -> Run:
+    """Give a run the model of another run as its initial parameters."""
+    # The method begins anew: optimizer, schedule and position in the data are a new run's.
+    if job_log_dir is None:
+        return run
+    source = f"training.begin_from={job_log_dir}"
+    if run.initial is not None:
+        raise ConfigurationError(
+            f"{source} and {run.initial.source} are given, expected one of them: both are initial "
+            "parameters. Leave one out."
+        )
+    shapes = jax.eval_shape(run.init, jax.random.key(0))
+    like = with_shardings(shapes, run.resolved_shardings.params)
+
+    def load() -> Params:
+        try:
+            return load_params(job_log_dir, like=like)
+        except (FileNotFoundError, ValueError) as error:
+            raise ConfigurationError(f"{source}: {error}") from error
+
+    return run._replace(initial=StoredParams(source, like, load))

@@ -1,6 +1,7 @@
 """Tests of the identity that syncer and islands must share."""
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from fedpax.islands.island.link import Link
 from fedpax.secure_sums.arithmetic import EXACT_WORDS, WORDS
 from fedpax.sites.site_process import WIRE_FORMAT, find_difference, find_other_format, identify
 from fedpax.transport.calls import RefusedError
-from fedpax.transport.message import Message
+from fedpax.transport.message import Message, decode, encode
 
 PARAMS = {"w": np.zeros((2, 3), np.float32)}
 
@@ -67,3 +68,13 @@ def test_another_format_is_described():
 
 def test_the_format_of_messages_changes_with_the_words_of_secure_sums() -> None:
     assert (WIRE_FORMAT, WORDS, EXACT_WORDS) == (5, 3, 14)  # change the first one with the others
+
+
+def test_an_infinite_setting_is_sent_and_compared() -> None:
+    experiment = decoupled_diloco_text()
+    optimizer = dataclasses.replace(experiment.optimizer, grad_clip_norm=math.inf)
+    infinite = identify(dataclasses.replace(experiment, optimizer=optimizer), PARAMS)
+    sent = decode(encode(Message(infinite._asdict()), 1), 1).header
+    assert find_difference(infinite, sent) is None
+    difference = find_difference(identify(experiment, PARAMS), sent)
+    assert "optimizer.grad_clip_norm is Infinity, and 1.0" in (difference or "")

@@ -12,9 +12,8 @@ from small_regression import ModelConfig, Regression, shared_compilation, single
 
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.errors import ConfigurationError
-from fedpax.training.begin_from import begin_from
 from fedpax.training.experiment import StoredParams
-from fedpax.training.trainer import train
+from fedpax.training.trainer import begin_from, train
 
 
 def experiment(rounds: int, begin_from: Path | None = None) -> Regression:

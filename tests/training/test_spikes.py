@@ -1,11 +1,23 @@
+import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_regression import RandomRounds, Regression
 
+from fedpax.algorithms import fedavg
+from fedpax.clients import Cohort
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.run_files.metrics import read_metrics, select
+from fedpax.training import trainer
+from fedpax.training.experiment import Run
 from fedpax.training.spikes import RepeatedSpikesError, Spike, SpikeHistory, spike_threshold
 from fedpax.training.training_config import TrainingConfig
 
@@ -149,3 +161,53 @@ def test_a_logged_round_without_a_loss_is_no_loss_of_the_window() -> None:
     without = {"kind": "training", "round": 3}
     result = history([*logged[:2], without, *logged[2:]])
     assert result.threshold(7) == history(logged).threshold(7) < math.inf
+
+
+class SomeEmpty(RandomRounds):
+    """Rounds of two clients, of which the second and the fifth have none."""
+
+    def __next__(self) -> Any:
+        is_empty, batches = self.round in (1, 4), super().__next__()
+        return Cohort(
+            batches, np.ones(2, np.float32), client_ids=np.full(2, -1) if is_empty else np.arange(2)
+        )
+
+    @property
+    def shapes(self) -> Any:
+        ids, weights = jax.ShapeDtypeStruct((2,), "int32"), jax.ShapeDtypeStruct((2,), "float32")
+        return Cohort(super().shapes, weights, client_ids=ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithEmptyRounds(Regression):
+    """FedAvg whose cohorts are `SomeEmpty`."""
+
+    def build(self) -> Run:
+        def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), {}
+
+        return (
+            super()
+            .build()
+            ._replace(
+                algorithm=fedavg(loss_fn, cohort_size=2, client_optimizer=optax.sgd(0.1)),
+                init=lambda key: {"w": jnp.zeros(16)},
+                cohorts=SomeEmpty((2, 2, 8), 16, seed=0),
+                evaluate=lambda params: {"loss": 1.0},
+                shardings=None,
+            )
+        )
+
+
+@pytest.mark.parametrize("on_spike", ["ignore", "roll_back", "skip"])
+def test_a_round_without_participants_has_no_loss_and_is_no_spike(
+    tmp_path: Path, on_spike: Any
+) -> None:
+    training = TrainingConfig(
+        rounds=6, on_spike=on_spike, spike_window=2, evaluate_every=6, checkpoint_every=6
+    )
+    trainer.train(WithEmptyRounds(training=training, mesh=MeshConfig()), tmp_path)
+    lines = select(read_metrics(tmp_path), "training")
+    assert [line["loss"] is None for line in lines] == [False, True, False, False, True, False]
+    assert lines[-1]["spikes"] == lines[-1]["non_finite_rounds"] == 0
+    assert not any("empty" in name for line in lines for name in line)

@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 import fedpax
 from fedpax.comma_lists import escape_commas
+from fedpax.console import first_ten
 from fedpax.data.tables.features import (
     assemble_features,
     numeric_bounds,
@@ -39,12 +40,13 @@ from fedpax.data.tables.shared_treatment import (
     table_properties,
 )
 from fedpax.data.tables.treatments import Treatment, parse_treatment
+from fedpax.data.tables.values import arrow_column, is_missing
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.experiments.parts.file_experiments import saved_content
 from fedpax.settings.table_data import TableConfig
 from fedpax.sites.agreement import Needed
-from fedpax.sites.site_experiment import ClientRange, Question
+from fedpax.sites.site_experiment import ClientRange, Question, SiteRun
 from fedpax.transforms.stages import Stages
 
 Json = Mapping[str, Any]
@@ -64,6 +66,17 @@ class TablesOverSites(FedAvgFiles):
         has_classes = stated is not None and stated.values is not None
         training, owners = self._training_examples(self.opened.columns)
         return describe_table(training, treatments, owners, label, has_classes)
+
+    def at_site(self, clients: ClientRange) -> SiteRun:
+        """Make a site's run; it tells which columns of the model have no value here."""
+        run, columns = super().at_site(clients), self.opened.columns
+        names = [column.treatment.name for column in self.prepared.features.columns]
+        empty = [n for n in names if is_missing(arrow_column(columns[n])).all()]
+        if not empty:
+            return run
+        shown = first_ten(map(repr, empty))
+        told = f"no value at this site, so each row counts as missing one: {shown}"
+        return run._replace(notes=(*run.notes, told))
 
     def shared_properties(self, description: Mapping[str, Any]) -> dict[str, str | None]:
         """Return what the tables of sites must share, and the columns that all of them need."""

@@ -1,6 +1,7 @@
 """Exported stages: files that run without the program, its libraries, and fedpax."""
 
 import datetime
+import functools
 import hashlib
 import importlib.util
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import fedpax
 from fedpax.deploy.encoded_values import key_implementation
@@ -24,10 +26,17 @@ from fedpax.deploy.runtime import (
     load,
     program_hash,
 )
-from fedpax.deploy.stable_sorts import with_unique_keys
 from fedpax.errors import ArgumentError, MissingPackageError
 from fedpax.inspect.cost import count_flops
-from fedpax.primitives._jax import without_locations
+from fedpax.primitives._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    evaluate,
+    read_atom,
+    rebind,
+    without_locations,
+)
+from fedpax.primitives.jaxpr_analysis import all_eqns, replace_jaxprs
 from fedpax.primitives.user_functions import callbacks, lines_of_custom_calls
 from fedpax.transforms.client_stages import Stage, Value
 from fedpax.transforms.marks import Noise
@@ -322,3 +331,52 @@ def _item_bytes(dtype: str) -> int:
 
 def _abstract(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+# ---- unique keys for runtimes whose sort is not stable: IREE 3.13.0 drops `is_stable`, and its
+# bubble sort swaps each pair for which the comparison is false, such as equal keys
+
+
+def with_unique_keys(fn: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Sort equal keys by their places, in each stable sort of a function of arrays."""
+
+    @functools.wraps(fn)
+    def function(*args: Any) -> list[Any]:
+        return evaluate(_rewrite(jax.make_jaxpr(fn)(*args)), *args)
+
+    return function
+
+
+def _rewrite(closed: ClosedJaxpr) -> ClosedJaxpr:
+    if not any(map(_is_sort, all_eqns(closed.jaxpr))):
+        return closed
+
+    def run(*args: Any) -> list[Any]:
+        jaxpr = closed.jaxpr
+        given = (*closed.consts, *args)
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
+        for eqn in jaxpr.eqns:
+            inputs = [read_atom(v, values) for v in eqn.invars]
+            outputs = _sort(eqn, inputs) if _is_sort(eqn) else _rebind(eqn, inputs)
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        return [read_atom(v, values) for v in jaxpr.outvars]
+
+    return jax.make_jaxpr(run)(*closed.in_avals)
+
+
+def _is_sort(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a stable sort that moves other values with its keys."""
+    is_stable = eqn.primitive is jax.lax.sort_p and eqn.params["is_stable"]
+    return is_stable and eqn.params["num_keys"] < len(eqn.invars)
+
+
+def _sort(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    last = eqn.params["num_keys"]
+    places = jax.lax.broadcasted_iota(jnp.int32, inputs[0].shape, eqn.params["dimension"])
+    given = [*inputs[:last], places, *inputs[last:]]
+    outputs = rebind(eqn, given, eqn.params | {"num_keys": last + 1})
+    return [*outputs[:last], *outputs[last + 1 :]]
+
+
+def _rebind(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    return rebind(eqn, inputs, {k: replace_jaxprs(_rewrite, v) for k, v in eqn.params.items()})

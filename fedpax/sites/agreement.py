@@ -50,7 +50,9 @@ class VoteOutcome(NamedTuple):
     undecided: str | None
 
 
-def count_votes(sites: Mapping[str, Properties], stated: Mapping[str, str]) -> VoteOutcome:
+def count_votes(
+    sites: Mapping[str, Properties], stated: Mapping[str, str], by: str = "the syncer states"
+) -> VoteOutcome:
     """Return the sites that differ from what the coordinator states, or from most others."""
     refused: dict[str, str] = {}
     while True:
@@ -63,7 +65,7 @@ def count_votes(sites: Mapping[str, Properties], stated: Mapping[str, str]) -> V
             if not having:
                 continue
             if property_name in stated:
-                expected, whose = stated[property_name], "as the syncer states it"
+                expected, whose = stated[property_name], f"as {by} it"
             else:
                 first, *others = Counter(having.values()).most_common()
                 if others and others[0][1] == first[1]:
@@ -115,6 +117,10 @@ _MALFORMED = (
 """What reading a description raises if it has another form."""
 
 
+def _malformed(error: Exception) -> str:
+    return f"its description is malformed: {str(error)[:300]}"
+
+
 _SECONDS_TO_TELL = 2.0
 """Seconds in which sites can hear why a run ends."""
 
@@ -137,6 +143,7 @@ class Agreement:
         self._tie_seconds = tie_seconds
         self._experiment, self._folder, self._exchange = experiment, folder, exchange
         self._calls, self._watch, self._progress, self._stop = calls, watch, progress, stop
+        exchange.find_misfit = self._find_misfit
 
     def wait_for_sites(self, number: int, least: int, *, ready: bool) -> bool:
         """Wait until so many sites are there; False at a signal."""
@@ -162,10 +169,37 @@ class Agreement:
             inputs = self._run(present)
             if inputs is None:
                 continue
-            write_federation(self._folder, self._exchange.run, inputs, self._exchange.sites)
+            self._exchange.agreed = self._list_agreed(present)
+            write_federation(self._folder, self._exchange, inputs)
             self._exchange.publish(inputs=inputs)
             return True
         return False
+
+    def _list_agreed(self, present: Sequence[SiteRecord]) -> list[list[Any]]:
+        """Return each property that has a value, whether all need it, and the remedy, as JSON."""
+        votes = [self._experiment.shared_properties(site.description) for site in present]
+        known = [(n, x) for vote in votes for n, x in vote.items() if x is not None]
+        known.sort(key=lambda each: not isinstance(each[0], Needed))
+        return [
+            [name, value, isinstance(name, Needed), getattr(name, "remedy", None)]
+            for name, value in dict(known).items()
+        ]
+
+    def _find_misfit(self, site: SiteRecord) -> str | None:
+        """Return how a site differs from what the first sites agreed on; tell empty columns."""
+        agreed: dict[str, str] = {}
+        for name, value, is_needed, remedy in self._exchange.agreed:
+            kind = Needed if is_needed else Remedied
+            agreed[name if remedy is None else kind(name, remedy)] = value
+        try:
+            own = self._experiment.shared_properties(site.description)
+        except _MALFORMED as error:
+            return _malformed(error)
+        votes = {"": agreed, site.name: own}
+        reason = count_votes(votes, agreed, "the first sites have").refused.get(site.name)
+        for name in [n for n, x in own.items() if x is None and n in agreed and reason is None]:
+            self._progress.note(f"site {site.name}: {name} has no value there")
+        return reason
 
     def _compare(self, present: Sequence[SiteRecord]) -> tuple[dict[str, str], str | None]:
         """Return the sites whose descriptions do not fit, and what is undecided."""
@@ -175,7 +209,7 @@ class Agreement:
             try:
                 properties[site.name] = self._experiment.shared_properties(site.description)
             except _MALFORMED as error:
-                malformed[site.name] = f"its description is malformed: {str(error)[:300]}"
+                malformed[site.name] = _malformed(error)
         differing, undecided = count_votes(properties, self._experiment.stated_properties())
         return {**malformed, **differing}, undecided
 

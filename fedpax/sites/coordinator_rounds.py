@@ -381,8 +381,7 @@ class Coordinator:
         counted = {site.name: site.counted for site in self.exchange.sites}
         self._metrics.sync()
         position = {"counted": counted, "norms": self._guard.to_json()}
-        exchange = self.exchange
-        write_federation(self._folder, exchange.run, exchange.inputs, exchange.sites)
+        write_federation(self._folder, self.exchange, self.exchange.inputs)
         self._checkpoints.save(number, self._state, position, self._configuration)
         self._checkpoints.wait()
         self.done = number

@@ -60,7 +60,7 @@ def run_coordinator(
             experiment, folder, rules, sites, _read_saved(folder, done), report, heartbeat_seconds
         )
         # Sites that join keep the run's name, also if this process ends before they agree.
-        write_federation(folder, exchange.run, exchange.inputs, exchange.sites)
+        write_federation(folder, exchange, exchange.inputs)
         with serving(
             experiment,
             folder,
@@ -114,7 +114,7 @@ def _open_exchange(
     )
     if saved is not None:
         sites.restore(saved["sites"])
-        exchange.inputs = saved["inputs"]
+        exchange.inputs, exchange.agreed = saved["inputs"], saved.get("agreed", [])
     return exchange
 
 

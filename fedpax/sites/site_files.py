@@ -168,9 +168,10 @@ def read_federation(folder: Path) -> dict[str, Any] | None:
     return content
 
 
-def write_federation(folder: Path, run: str, inputs: Json | None, sites: SiteTable) -> None:
-    """Write `federation.json`."""
-    content = {"run": run, "inputs": inputs, "sites": sites.to_json()}
+def write_federation(folder: Path, exchange: Any, inputs: Json | None) -> None:
+    """Write `federation.json`, from what a `TaskExchange` has."""
+    agreed, sites = exchange.agreed, exchange.sites.to_json()
+    content = {"run": exchange.run, "inputs": inputs, "agreed": agreed, "sites": sites}
     write_atomically(folder / FEDERATION, json.dumps(content, ensure_ascii=False) + "\n")
 
 

@@ -69,6 +69,8 @@ class TaskExchange:
         self._task: Task | None = None
         self._replies: dict[str, SiteReply] = {}
         self.inputs: Json | None = None  # what all sites share, once they agree
+        self.agreed: list[Any] = []  # what they have in common, as `Agreement` lists it
+        self.find_misfit: Callable[[SiteRecord], str | None] = lambda site: None
         self.types: Json | None = None  # of a batch
         self.round, self.finished, self.waits_for = 0, False, "sites"
         self.sent_bytes = self.received_bytes = 0
@@ -187,6 +189,9 @@ class TaskExchange:
         deadline, had_inputs = time.monotonic() + LONGEST_WAIT, request.flag("inputs")
         while True:
             if self.inputs is not None and not had_inputs:
+                if (reason := self.find_misfit(site)) is not None:
+                    self.refuse({site.name: reason}, is_told=False)
+                    self._check_is_not_refused(site.name, site.incarnation)
                 return self._answer(site, status="inputs", inputs=self.inputs)
             task = self._task
             if task is not None and site.name in task.own and site.name not in self._replies:

@@ -9,7 +9,7 @@ from batch_rounds import loss_fn, open_rounds, params
 import fedpax
 from fedpax.algorithms import fedavg
 from fedpax.deploy import export_stages
-from fedpax.deploy.stable_sorts import with_unique_keys
+from fedpax.deploy.artifacts import with_unique_keys
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 
 

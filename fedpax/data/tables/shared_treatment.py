@@ -67,7 +67,9 @@ def describe_table(
 def describe_label(label: Label, values: Any, has_stated_classes: object) -> dict[str, Any]:
     """Return what a site tells of its label, as JSON."""
     return {
-        "label": label.to_json() | {"stated": bool(has_stated_classes)},
+        # The whole reason tells a number of values.
+        "label": label.to_json()
+        | {"stated": bool(has_stated_classes), "reason": label.reason.partition(" with ")[0]},
         "number": is_number(arrow_column(values).type),
     }
 
@@ -147,7 +149,9 @@ def agree_on_label(descriptions: Sequence[Json], task: Task | None) -> Label:
     classes = {value for label in labels for value in label["classes"]}
     too_many = task is None and not first["stated"] and numeric and len(classes) > MAX_CLASSES
     if len(tasks) > 1 or too_many or tasks == {"regression"}:
-        reason = first["reason"] if tasks == {"regression"} else "numbers at all sites together"
+        reasons = {label["reason"] for label in labels}
+        together = len(reasons) > 1 or tasks != {"regression"}
+        reason = "numbers at all sites together" if together else first["reason"]
         return Label(name, "regression", reason=reason)
     ordered = (
         tuple(first["classes"])

@@ -1,0 +1,125 @@
+"""A site that joins after the first round, or returns, is compared as at the start."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedpax.run_files.metrics import read_metrics, select
+from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.site_files import read_federation
+from fedpax.transport.message import Message
+from sites.federation import Federation, Line, run, write_hospitals
+from sites.test_equals_training import experiment
+
+SIZES = {"a": (40, 25), "b": (33,), "late": (30, 21)}
+
+
+class Late(Line):
+    """A line of a site that joins in the second round."""
+
+    def call(self, message: Message, timeout: float) -> Message:
+        while message.header["kind"] == "join" and self._exchange.round < 2:
+            time.sleep(0.01)
+        return super().call(message, timeout)
+
+
+class Lasting(Line):
+    """A line of a site whose reply to a round waits until the late site has heard of its own."""
+
+    def call(self, message: Message, timeout: float) -> Message:
+        if message.header["kind"] == "reply" and self._exchange.round == 2:
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline and not self._is_settled():
+                time.sleep(0.01)
+        return super().call(message, timeout)
+
+    def _is_settled(self) -> bool:
+        site = self._exchange.sites.get("late")
+        return site is not None and (site.ready or site.left)
+
+
+def change(folder: Path, edit: Callable[[dict[str, str]], dict[str, str]]) -> None:
+    """Change each row of the files of a folder."""
+    for path in folder.iterdir():
+        head, *rows = [line.split(",") for line in path.read_text().splitlines()]
+        edited = [edit(dict(zip(head, row, strict=True))) for row in rows]
+        lines = [[*edited[0]], *([*row.values()] for row in edited)]
+        path.write_text("".join(",".join(line) + "\n" for line in lines))
+
+
+def join_late(folder: Path, edit: Callable[[dict[str, str]], dict[str, str]]) -> Federation:
+    write_hospitals(folder / "data", SIZES)
+    change(folder / "data" / "late", edit)
+    sites = {s: experiment(f"{folder}/data/{s}/*.csv") for s in SIZES}
+    return run(
+        experiment(),
+        sites,
+        folder / "runs",
+        rules=RoundRules(2, 60.0),
+        lines={"late": Late, "a": Lasting},
+        may_be_refused=["late"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (
+            lambda row: row | {"sex": str(int(row["sex"] == "m"))},
+            "the column 'sex' is 'number:mean' at this site, expected 'text', as the first sites",
+        ),
+        (
+            lambda row: row | {"age": f"{row['age']} years"},
+            "the column 'age' is 'text' at this site, expected 'number:mean', as the first sites",
+        ),
+        (
+            lambda row: {name: value for name, value in row.items() if name != "dose"},
+            "the column 'dose' is 'absent' at this site, expected 'number:mean'",
+        ),
+    ],
+    ids=["codes", "text", "absent"],
+)
+def test_a_late_site_with_other_columns_is_refused(tmp_path: Path, edit: Any, words: str) -> None:
+    outcome = join_late(tmp_path, edit)
+    assert f"site 'late': {words}" in outcome.refused["late"]
+    lines = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
+    assert [line["sites"] for line in lines] == [2, 2, 2]
+
+
+def test_a_late_site_with_an_empty_column_is_told(tmp_path: Path, notes: list[str]) -> None:
+    outcome = join_late(tmp_path, lambda row: row | {"dose": ""})
+    assert not outcome.refused
+    assert "site late: the column 'dose' has no value there" in notes
+    assert "no value at this site, so each row counts as missing one: 'dose'" in notes
+    lines = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
+    assert lines[-1]["sites"] == 3
+
+
+def test_a_resumed_coordinator_compares_with_what_is_saved(tmp_path: Path) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    first = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in "ab"}
+    run(experiment(rounds=1), first, tmp_path / "runs")
+    saved = read_federation(tmp_path / "runs" / "coordinator")
+    assert saved is not None and len(saved["agreed"]) >= 4
+    change(tmp_path / "data" / "late", lambda row: row | {"sex": str(int(row["sex"] == "m"))})
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=2) for s in SIZES}
+    outcome = run(
+        experiment(rounds=2),
+        sites,
+        tmp_path / "runs",
+        rules=RoundRules(2, 60.0),
+        done=1,
+        may_be_refused=["late"],
+    )
+    assert "the column 'sex' is 'number:mean' at this site" in outcome.refused["late"]
+
+
+def test_no_number_of_values_is_told(tmp_path: Path) -> None:
+    write_hospitals(tmp_path, SIZES)
+    change(tmp_path / "a", lambda row: row | {"outcome": row["age"]})
+    description = experiment(f"{tmp_path}/a/*.csv").describe_site()
+    assert description["label"]["reason"] == "numbers"
+    assert not any(c.isdigit() for column in description["columns"] for c in column["reason"])

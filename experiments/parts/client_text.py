@@ -195,11 +195,19 @@ class ClientText(OnClientsMesh, LanguageModelExperiment):
         data = self.data
         heldout = data.load(data.dataset, data.heldout_split)
         rows, population = self._pack(heldout, tokenizer)
-        names = [client_name(name) for name in partition_natural(heldout, data.client_field).names]
+        named, trained = (
+            partition_natural(source, data.client_field).names
+            for source in (heldout, self.read_training())
+        )
+        parts = dict.fromkeys(sorted({*named, *trained}), np.zeros(0, np.int64))
+        parts.update(zip(named, population, strict=True))
 
         def finish(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             return {"loss": means["loss"], "perplexity": np.exp(means["loss"])}
 
         return masked_loss_by_client(
-            loss_fn, rows_by_client(preprocess_rows(rows), population), names, finish
+            loss_fn,
+            rows_by_client(preprocess_rows(rows), list(parts.values())),
+            [client_name(name) for name in parts],
+            finish,
         )

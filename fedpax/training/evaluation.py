@@ -22,6 +22,7 @@ from fedpax.training.prefetch import put_on_mesh
 from fedpax.transforms.program import program
 
 Batch = Mapping[str, np.ndarray]
+TOKENS = "tokens"  # a metric that is a sum, as `accumulate_gradients` has it
 
 
 def evaluator(
@@ -36,7 +37,7 @@ def evaluator(
 
     Participants split the batches, so the mesh that trains a model also evaluates it. Every metric
     is the mean over all batches, weighted by the sum of a batch's `mask`, or without one by its
-    number of examples.
+    number of examples; `"tokens"`, as of `transformer_loss`, is the sum.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
@@ -109,8 +110,9 @@ def placed_evaluator(
                 batch, weight = batch_and_weight
                 _, metrics = loss_and_metrics(loss_fn, params, batch)
                 # Padding repeats a batch with weight 0: its metrics, even NaN, must add nothing.
+                scales = {TOKENS: jnp.float32(1)}
                 return {
-                    name: jnp.where(weight > 0, weight * jnp.asarray(value, jnp.float32), 0)
+                    name: jnp.where(weight > 0, scales.get(name, weight) * jnp.float32(value), 0)
                     for name, value in metrics.items()
                 }
 
@@ -128,7 +130,8 @@ def placed_evaluator(
     def evaluate(params: Params) -> dict[str, float]:
         check_tree_not_deleted(params, "params")
         sums = jax.device_get(totals(params, *on_devices))
-        return {name: float(total / weights.sum()) for name, total in sums.items()}
+        counts = {TOKENS: 1}
+        return {name: float(x / counts.get(name, weights.sum())) for name, x in sums.items()}
 
     return evaluate
 

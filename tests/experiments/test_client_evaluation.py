@@ -118,18 +118,24 @@ def test_text_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [f"--{name}={value}" for name, value in flags.items()]
     experiment = configure("fedavg_lora_text", arguments)
     whole = load("stdlib_text", "heldout")
-    few = source([whole[k] for k in range(0, len(whole), 20)])
-    monkeypatch.setattr(language_model_experiment, "load", few)
-    names = sorted({client_name(value) for value in few("", "").column("client")})
+    few = [whole[k] for k in range(0, len(whole), 20)]
+    alone = {"client": b"no held-out text", "text": b"a"}
+    splits = {"train": source([*few, alone]), "heldout": source(few)}
+    monkeypatch.setattr(
+        language_model_experiment, "load", lambda name, split, **kw: splits[split](name, split)
+    )
+    names = sorted({client_name(value["client"]) for value in [*few, alone]})
     run = experiment.build()
     params = random_params(run)
     with jax.set_mesh(run.mesh):
         result, together = run.evaluate_clients(params), run.evaluate(params)
-    assert list(result.names) == names and np.all(result.num_examples > 0)
-    assert result.unit == "tokens"
+    assert list(result.names) == names and result.unit == "tokens"
+    has = np.array(names) != "no held-out text"
+    np.testing.assert_array_equal(result.num_examples > 0, has)
+    np.testing.assert_array_equal(np.isfinite(result.metrics["loss"]), has)
     np.testing.assert_allclose(result.metrics["perplexity"], np.exp(result.metrics["loss"]))
     # The rows of all documents begin elsewhere than the rows of each client.
-    mean = np.average(result.metrics["loss"], weights=result.num_examples)
+    mean = np.average(result.metrics["loss"][has], weights=result.num_examples[has])
     assert mean == pytest.approx(together["loss"], rel=0.05)
 
 

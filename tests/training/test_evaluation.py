@@ -135,3 +135,20 @@ def test_what_a_loss_function_returns_is_checked(
             evaluate_by_client(loss_fn, [BATCH])(jnp.float32(2))
         else:
             evaluator(loss_fn, [BATCH], placement="clients", num_participants=1)(jnp.float32(2))
+
+
+@pytest.mark.parametrize("num_participants", [1, 2])
+def test_the_tokens_of_the_loss_of_a_transformer_are_a_sum(num_participants: int) -> None:
+    """As of `accumulate_gradients`; a mean of numbers of tokens is no number of tokens."""
+    rng = np.random.default_rng(0)
+    batches = [{"mask": rng.integers(0, 2, (4, 3)).astype(np.float32)} for _ in range(3)]
+
+    def loss_fn(params, batch):
+        tokens = jnp.sum(batch["mask"])
+        return params * tokens, {"tokens": tokens}
+
+    evaluate = evaluator(loss_fn, batches, placement="clients", num_participants=num_participants)
+    sizes = np.array([batch["mask"].sum() for batch in batches])
+    values = evaluate(jnp.float32(2))
+    assert values["tokens"] == sizes.sum()
+    assert values["loss"] == pytest.approx(2 * (sizes**2).sum() / sizes.sum())

@@ -75,12 +75,7 @@ class FedAvgTable(TablesOverSites):
             standardize=data.standardize,
             min_clients=data.category_clients,
         )
-        features, label = split_label(fitted, label)
-        if not features.names:
-            raise ArgumentError(
-                f"data.files={' '.join(data.files)} has no column that is a feature, expected at "
-                f"least one beside {data.label!r}. State treatments: --data.columns NAME=category."
-            )
+        features, label = split_label(fitted, label, f"data.files={' '.join(data.files)} has")
         return encode_table(table, features, label, treatments)
 
     @property

@@ -20,7 +20,6 @@ from fedpax.data.tables.features import (
 )
 from fedpax.data.tables.moments import (
     Averages,
-    Moments,
     Scaling,
     averages_program,
     client_averages,
@@ -115,12 +114,10 @@ class TablesOverSites(FedAvgFiles):
         num_clients = sum(int(d["clients"]) for d in descriptions)
         combine = self.aggregator.for_statistics(self.cohort.seed, num_clients)
         numeric = numeric_columns(columns)
-        needed = combine.limit is not None or self.data.standardize == "range"
-        bounds = numeric_bounds(numeric, needed=needed)
-        if self.data.standardize == "range":
+        of_ranges = self.data.standardize == "range" or not numeric
+        bounds = numeric_bounds(numeric, needed=combine.limit is not None or of_ranges)
+        if of_ranges:
             moments = moments_of_ranges(bounds)
-        elif not numeric:
-            moments = Moments(np.zeros(0), np.zeros(0))
         else:
             limit, least = combine.limit, combine.least_deviation
             steps = moments_steps(len(numeric), bounds, limit=limit, least_deviation=least)
@@ -135,12 +132,7 @@ class TablesOverSites(FedAvgFiles):
                 divided, types = self._moments_stages(num_clients, len(numeric), scaling)
                 combined = yield Question(settings, divided, types)
         features = assemble_features(columns, moments, agreed.categories, agreed.missing)
-        features, label = split_label(features, agreed.label)
-        if not features.names:
-            raise ArgumentError(
-                "The tables of the sites have no column that is a feature, expected at least one "
-                f"beside {self.data.label!r}. State treatments: --data.columns NAME=category."
-            )
+        features, label = split_label(features, agreed.label, "The sites' tables have")
         return saved_content(self.data, label, features) | {"sites": len(descriptions)}
 
     def answer(self, settings: Json, clients: ClientRange) -> tuple[Stages, tuple[Any, ...]]:
@@ -179,19 +171,14 @@ class TablesOverSites(FedAvgFiles):
                     f"it is {here.kind} at this site. State --data.columns at the syncer and "
                     "at each site."
                 )
-            asked = None
+            asked = [] if here is None else [treatment.bounds]
             if scaling.low is not None and scaling.high is not None:
-                asked = scaling.low[place], scaling.high[place]
-            if asked is not None and (here is None or here.bounds != tuple(map(float, asked))):
+                asked.append((float(scaling.low[place]), float(scaling.high[place])))
+            if any(here is None or bounds != here.bounds for bounds in asked):
                 raise ArgumentError(
-                    f"The syncer asks for the mean of {treatment.name!r} within {asked}, expected "
-                    "the range that this site states. State --data.columns at the syncer and at "
-                    "each site."
-                )
-            if here is not None and (treatment.bounds or None) != here.bounds:
-                raise ArgumentError(
-                    f"The syncer states another range of {treatment.name!r} than this site. State "
-                    "--data.columns at the syncer and at each site."
+                    f"The syncer asks for the mean of {treatment.name!r} within {asked[-1]}, "
+                    "expected the range that this site states. State --data.columns at the syncer "
+                    "and at each site."
                 )
 
     def _moments_stages(
@@ -221,10 +208,7 @@ def _needed(column: str) -> Needed:
 
 
 def _to_json(scaling: Scaling) -> dict[str, Any]:
-    return {
-        name: value.tolist() if isinstance(value, np.ndarray) else value
-        for name, value in scaling._asdict().items()
-    }
+    return {name: np.asarray(value).tolist() for name, value in scaling._asdict().items()}
 
 
 def _from_json(fields: Json) -> Scaling:

@@ -21,7 +21,7 @@ from fedpax.data.tables.fitted_column import (
     count_unknown,
 )
 from fedpax.data.tables.moments import Moments, moments_of_blocks, moments_of_ranges
-from fedpax.data.tables.treatments import Treatment
+from fedpax.data.tables.treatments import Treatment, with_tuples
 from fedpax.data.tables.values import (
     arrow_column,
     arrow_pieces,
@@ -63,22 +63,19 @@ class TableFeatures:
     def encode(self, table: Mapping[str, Any]) -> Float32[np.ndarray, "examples features"]:
         """Return the features of some examples, without a line on those that are filled."""
         size = len(next(iter(table.values())))
-        encoded = [
-            column.encode(
-                table[name] if (name := column.treatment.name) in table else [None] * size
-            )
-            for column in self.columns
-        ]
+        absent = [None] * size
+        encoded = [c.encode(table.get(c.treatment.name, absent)) for c in self.columns]
         return np.concatenate(encoded, axis=1) if encoded else np.zeros((size, 0), np.float32)
 
     def describe_new_values(self, table: Mapping[str, Any]) -> tuple[str, ...]:
         """Describe how many values are clipped, or have no feature: no training client has them."""
         filled, unknown, clipped, names = [], [], [], {*table}
+        size = len(next(iter(table.values())))
         for column in self.columns:
-            name, size = column.treatment.name, len(next(iter(table.values())))
-            pieces = arrow_pieces(table[name]) if name in names else []
+            name = column.treatment.name
+            pieces = arrow_pieces(table[name] if name in names else [None] * size)
             if not column.has_missing and column.treatment.missing != "error":
-                count = sum(int(is_missing(x).sum()) for x in pieces) if pieces else size
+                count = sum(int(is_missing(x).sum()) for x in pieces)
                 filled += [f"{count:,} of {name!r} become {column.fill}"] * bool(count)
             if count := count_beyond(column.treatment, pieces):
                 clipped.append(f"{count:,} of {size:,} of {name!r}")
@@ -108,9 +105,8 @@ class TableFeatures:
         """Make the features from the values of `to_json`."""
         fitted = []
         for column in columns:
-            fields = {**column, "categories": tuple(column["categories"])}
+            fields = with_tuples(column) | {"treatment": Treatment.from_json(column["treatment"])}
             del fields["features"]
-            fields["treatment"] = Treatment.from_json(column["treatment"])
             fitted.append(FittedColumn(**fields))
         return cls(tuple(fitted))
 
@@ -186,11 +182,11 @@ def fit_blocks(
     treatments: Sequence[Treatment],
     counts: Int[np.ndarray, " clients"],
     *,
-    aggregator: Aggregator | None = None,
-    limit: Callable[[int], float] | None = None,
-    least_deviation: float = 0.0,
-    standardize: Literal["federated", "range"] = "federated",
-    min_clients: int = 1,
+    aggregator: Aggregator | None,
+    limit: Callable[[int], float] | None,
+    least_deviation: float,
+    standardize: Literal["federated", "range"],
+    min_clients: int,
 ) -> TableFeatures:
     """Fit features to a table that is read in blocks, two or three times; see `fit_features`."""
     # `blocks` returns the columns of some examples and their clients, again at each call; the

@@ -290,15 +290,13 @@ def summarize_columns(
 
 
 def _note(name: str, column: Any) -> str:
-    if not is_text(column.type):
-        return ""
     values = TextValues()
-    values.add(column)
+    if is_text(column.type):
+        values.add(column)
     return values.describe(name)
 
 
 def _spellings(name: str, column: Any) -> str:
-
     if not is_text(column.type) or not is_utf8(column):
         return ""
     values = pc.unique(column.drop_null()).cast("large_string")

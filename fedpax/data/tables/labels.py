@@ -15,6 +15,7 @@ from fedpax.data.tables.treatments import (
     count_distinct,
     describe_count,
     parse_treatment,
+    with_tuples,
 )
 from fedpax.data.tables.values import (
     arrow_column,
@@ -109,10 +110,7 @@ class Label:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Label:
         """Make the label from the values of `to_json`."""
-        pairs: dict[str, Any] = {
-            n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()
-        }
-        return cls(**pairs)
+        return cls(**with_tuples(fields))
 
 
 def missing_label_message(
@@ -174,7 +172,7 @@ def infer_label(
         classes = treatment.values
     else:
         texts = {text for piece in pieces for text in encode_texts(piece)[0]}
-        classes = tuple(sorted(texts, key=_order if is_number(dtype) else str))
+        classes = tuple(sorted(texts, key=float if is_number(dtype) else str))
     if len(classes) < min_classes:
         raise ArgumentError(
             f"The label {name!r} has {count_of(len(classes), 'distinct value')}, expected at least "
@@ -182,10 +180,6 @@ def infer_label(
             "that have other classes."
         )
     return Label(name, task, classes, reason=reason)
-
-
-def _order(text: str) -> float:
-    return float(text)
 
 
 def _infer_task(name: str, pieces: Sequence[Any], treatment: Treatment | None) -> tuple[Task, str]:

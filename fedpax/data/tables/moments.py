@@ -96,19 +96,16 @@ def moments_of_blocks(
     blocks: Callable[[], Iterable[tuple[NDArray[np.float64], NDArray[np.integer]]]],
     num_columns: int,
     counts: Int[np.ndarray, " clients"],
-    aggregator: Aggregator | None = None,
-    *,
-    bounds: Float64[np.ndarray, "columns 2"] | None = None,
-    limit: Callable[[int], float] | None = None,
-    least_deviation: float = 0.0,
+    aggregator: Aggregator | None,
+    **bounded: Any,
 ) -> Moments:
     """Compute `federated_moments` of values that are read in blocks, once or twice."""
     # `blocks` returns the values of some examples and their clients, again at each call; `counts`
-    # are the examples of each client in all blocks.
+    # are the examples of each client in all blocks. `moments_steps` takes `bounded`.
     aggregator = mean() if aggregator is None else aggregator
     if not num_columns:
         return Moments(np.zeros(0), np.zeros(0))
-    steps = moments_steps(num_columns, bounds, limit=limit, least_deviation=least_deviation)
+    steps = moments_steps(num_columns, **bounded)
 
     def combine(scaling: Scaling) -> Averages:
         sums = _no_sums(len(counts), num_columns)

@@ -16,6 +16,7 @@ from fedpax.data.tables.features import TableFeatures, fit_blocks
 from fedpax.data.tables.fitted_column import FittedColumn
 from fedpax.data.tables.labels import Label
 from fedpax.data.tables.treatments import Treatment
+from fedpax.errors import ArgumentError
 from fedpax.sources.source import Source
 
 IN_MEMORY = 1 << 29
@@ -68,14 +69,19 @@ def fit_table(table: OpenFiles, treatments: Sequence[Treatment], **settings: Any
     )
 
 
-def split_label(features: TableFeatures, label: Label) -> tuple[TableFeatures, Label]:
+def split_label(features: TableFeatures, label: Label, files: str) -> tuple[TableFeatures, Label]:
     """Take a number to predict, which was fitted as the last column, out of the features."""
-    if label.task == "classification":
-        return features, label
-    *columns, last = features.columns
-    bounds = last.treatment.bounds
-    label = dataclasses.replace(label, mean=last.mean, scale=last.scale, bounds=bounds)
-    return TableFeatures(tuple(columns)), label
+    if label.task == "regression":
+        *columns, last = features.columns
+        bounds = last.treatment.bounds
+        label = dataclasses.replace(label, mean=last.mean, scale=last.scale, bounds=bounds)
+        features = TableFeatures(tuple(columns))
+    if not features.names:
+        raise ArgumentError(
+            f"{files} no column that is a feature, expected at least one beside {label.name!r}. "
+            "State treatments: --data.columns NAME=category."
+        )
+    return features, label
 
 
 def encode_table(
@@ -104,19 +110,18 @@ def encode_table(
 def _describe(
     treatments: Sequence[Treatment], features: TableFeatures, label: Label
 ) -> tuple[str, ...]:
-    lines = [label.describe()]
-    kinds = {
-        kind: [column for column in features.columns if column.treatment.kind == kind]
+    kinds = [column.treatment.kind for column in features.columns]
+    counts = [
+        f"{kinds.count(kind)} {kind}"
         for kind in ("number", "date", "boolean", "category")
-    }
-    counts = ", ".join(f"{len(columns)} {kind}" for kind, columns in kinds.items() if columns)
-    lines.append(f"{count_of(len(features.names), 'feature')} of columns: {counts}")
+        if kind in kinds
+    ]
+    of_columns = f"{count_of(len(features.names), 'feature')} of columns: {', '.join(counts)}"
+    lines = [label.describe(), of_columns]
     if left_out := [t for t in treatments if t.kind == "left_out"]:
         lines.append("left out: " + first_ten(f"{t.name!r} ({t.reason})" for t in left_out))
-    if missing := [column for column in features.columns if column.has_missing]:
-        lines.append("with missing values: " + first_ten(map(_missing, missing)))
+    if missing := [column.treatment for column in features.columns if column.has_missing]:
+        lines.append(
+            "with missing values: " + first_ten(f"{t.name!r} ({t.missing})" for t in missing)
+        )
     return tuple(lines)
-
-
-def _missing(column: FittedColumn) -> str:
-    return f"{column.treatment.name!r} ({column.treatment.missing})"

@@ -73,11 +73,13 @@ class Treatment(NamedTuple):
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Treatment:
-        """Make the treatment from the values of `_asdict`, where JSON has lists for tuples."""
-        pairs: dict[str, Any] = {
-            n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()
-        }
-        return cls(**pairs)
+        """Make the treatment from the values of `_asdict`."""
+        return cls(**with_tuples(fields))
+
+
+def with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of JSON with tuples for lists."""
+    return {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()}
 
 
 _FORM = re.compile(
@@ -308,12 +310,10 @@ def _check_kind(treatment: Treatment, column: Any) -> None:
             "08:30:00, or state another kind."
         )
     if kind == "boolean" and dtype not in ("bool", "null"):
-        values = set(encode_texts(column)[0])
-        if not values <= {"0", "1", "true", "false"}:
+        if others := {*encode_texts(column)[0]} - {"0", "1", "true", "false"}:
             raise ArgumentError(
-                f"data.columns states {name}=boolean, but it has the value "
-                f"{sorted(values - {'0', '1', 'true', 'false'})[0]!r}, expected true, false, 0 or "
-                f"1. Set --data.columns {name}=category."
+                f"data.columns states {name}=boolean, but it has the value {min(others)!r}, "
+                f"expected true, false, 0 or 1. Set --data.columns {name}=category."
             )
     if kind in ("number", "date"):
         try:

@@ -12,7 +12,7 @@ __all__, __getattr__, __dir__ = lazy_names(__name__)
 FORMER_MODULES = {
     "asynchronous_text": "fedpax.experiments.async_diloco_text",
     "client_aggregators": "fedpax.settings.client_aggregators",
-    "client_files": "fedpax.settings.client_files",
+    "client_files": "fedpax.settings.table_data",
     "client_methods": "fedpax.settings.client_methods",
     "cohort_settings": "fedpax.settings.cohort_settings",
     "fedavg_clients": "fedpax.experiments.client_experiment",

@@ -42,8 +42,8 @@ from fedpax.experiments.parts.file_experiments import (
 from fedpax.models.losses import ModelLoss, classification_loss, l2_regularized, squared_error_loss
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.mesh_sizes import ShardedSize
-from fedpax.settings.client_files import FilesConfig
 from fedpax.settings.client_methods import fine_tuned_models, sum_fine_tuned
+from fedpax.settings.table_data import FilesConfig
 from fedpax.sites.site_experiment import ClientRange, SiteRun
 from fedpax.training.client_metrics import ClientMetrics, ExampleOwners
 from fedpax.training.evaluation import Batch, map_examples

@@ -27,9 +27,9 @@ from fedpax.experiments.parts.file_experiments import HELD_OUT_BY, saved_content
 from fedpax.models.classifiers import CNNConfig, cnn
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
-from fedpax.settings.client_files import FilesConfig
 from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.settings.function_settings import documented_by
+from fedpax.settings.table_data import FilesConfig
 from fedpax.sites.agreement import Remedied
 from fedpax.sites.site_experiment import Question
 from fedpax.training.training_config import TrainingConfig

@@ -27,9 +27,9 @@ from fedpax.errors import ArgumentError
 from fedpax.models.losses import ModelLoss
 from fedpax.run_files.paths import write_atomically
 from fedpax.settings.client_aggregators import AggregatorConfig
-from fedpax.settings.client_files import FilesConfig
 from fedpax.settings.client_methods import MethodConfig
 from fedpax.settings.cohort_settings import CohortConfig
+from fedpax.settings.table_data import FilesConfig
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.exchanged_bytes import tree_bytes
 from fedpax.training.experiment import Run

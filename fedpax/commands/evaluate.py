@@ -33,7 +33,7 @@ from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.reports.client_report import clients_json, format_clients, plot_clients
 from fedpax.run_files.metrics import with_quantiles
 from fedpax.run_files.paths import write_atomically
-from fedpax.settings.client_files import FilesConfig
+from fedpax.settings.table_data import FilesConfig
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.experiment import Run
 from fedpax.training.progress import describe_devices, format_metrics

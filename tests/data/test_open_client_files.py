@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from fedpax.settings.client_files import FilesConfig
+from fedpax.settings.table_data import FilesConfig
 from fedpax.user_files.arrow_numpy import encode_values
 
 

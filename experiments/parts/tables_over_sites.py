@@ -1,5 +1,6 @@
 """Tables over sites: one treatment of the columns of all sites."""
 
+import abc
 import dataclasses
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from fedpax.data.tables.moments import (
     moments_of_ranges,
     moments_steps,
 )
-from fedpax.data.tables.prepared_table import split_label
+from fedpax.data.tables.prepared_table import PreparedTable, split_label
 from fedpax.data.tables.shared_treatment import (
     CLASSES,
     KIND,
@@ -56,6 +57,11 @@ class TablesOverSites(FedAvgFiles):
     """An experiment on tables, for whose features sites agree on one treatment of the columns."""
 
     data: TableConfig
+
+    @property
+    @abc.abstractmethod
+    def prepared(self) -> PreparedTable:
+        """The table as arrays."""
 
     def describe_inputs(self) -> dict[str, Any]:
         """Return what a site tells of the columns of its training examples."""

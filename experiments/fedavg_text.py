@@ -76,6 +76,11 @@ class FedAvgText(OverSites, ClientText):
 
     # ---- rounds over sites with their own documents (`fedpax.sites.site_experiment`)
 
+    @property
+    def site_items(self) -> tuple[str, int]:
+        """The unit of items over sites, and their number in an example, which is a row."""
+        return "tokens", self.data.seq_len
+
     def shared_content(self) -> dict[str, str]:
         """Return hashes of the tokenizer, and of the weights that every site adapts."""
         # The tokenizer's name ends with a hash of its file and the separator of documents.

@@ -36,6 +36,7 @@ from fedpax.sites.secret_terms import check_up
 from fedpax.sites.site_evaluation import SiteEvaluation, evaluation_of
 from fedpax.sites.site_experiment import Json
 from fedpax.sites.site_files import RoundMetrics, SiteWatch, write_federation
+from fedpax.sites.site_process import items_of
 from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import ROUND, SiteReply, new_token
@@ -225,7 +226,8 @@ class Coordinator:
         if not self.done:
             size = sum(leaf.size for leaf in jax.tree.leaves(params))
             clients = self.exchange.sites.num_clients
-            self._metrics.write_sizes(size, program.run.cohort_size, "examples", 0)
+            unit = items_of(self._experiment)[0]
+            self._metrics.write_sizes(size, program.run.cohort_size, unit, 0)
             sizes = f"{count_of(size, 'parameter')}, {count_of(clients, 'client')}"
             self._progress.note(f"{sizes}; folder {self._folder}")
             for line in program.run.notes:
@@ -276,7 +278,8 @@ class Coordinator:
             | {f"{OF_SITE}{s.name}/epsilon": s.epsilon for s in exchange.sites if s.epsilon}
             | {f"{OF_SITE}{name}/weight": x for name, x in exchange.sites.shares().items()},
             sites=len(outcome.answered),
-            examples=sum(int(r.header.get("examples", 0)) for r in outcome.answered.values()),
+            items=items_of(self._experiment)[1]
+            * sum(int(r.header.get("examples", 0)) for r in outcome.answered.values()),
             sent_bytes=exchange.sent_bytes - before[0],
             received_bytes=exchange.received_bytes - before[1],
             seconds=time.perf_counter() - began,

@@ -15,7 +15,14 @@ from fedpax.sites.site_files import (
     read_federation,
     write_federation,
 )
-from fedpax.sites.site_process import SyncerResult, end_serving, identify, locked_folder, serving
+from fedpax.sites.site_process import (
+    SyncerResult,
+    end_serving,
+    identify,
+    items_of,
+    locked_folder,
+    serving,
+)
 from fedpax.sites.site_table import SiteTable
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import new_token
@@ -69,6 +76,7 @@ def run_coordinator(
             listen,
             admission,
             done=done,
+            item_unit=items_of(experiment)[0],
             certificates=certificates,
             max_message_bytes=lambda: exchange.max_message_bytes,
             max_calls_per_site=CALLS_OF_A_SITE,

@@ -201,7 +201,7 @@ class RoundMetrics:
         last = (select(metrics.kept, "training") or [{}])[-1]
         self._started = time.perf_counter() - (last.get("wall_seconds") or 0.0)
         self._bytes = last.get("bytes_across_placement") or 0.0
-        self._examples = last.get("items") or 0
+        self._items = last.get("items") or 0
 
     def add(
         self,
@@ -209,7 +209,7 @@ class RoundMetrics:
         metrics: Mapping[str, Any],
         *,
         sites: int,
-        examples: int,
+        items: int,
         sent_bytes: int,
         received_bytes: int,
         seconds: float,
@@ -217,7 +217,7 @@ class RoundMetrics:
         """Write the line of a round, and show it."""
         values = {k: float(np.asarray(v)) for k, v in with_quantiles(metrics).items()}
         self._bytes += sent_bytes + received_bytes
-        self._examples += examples
+        self._items += items
         self._metrics.write(
             "training",
             number,
@@ -226,14 +226,14 @@ class RoundMetrics:
                 "sites": sites,
                 "sent_bytes": sent_bytes,
                 "received_bytes": received_bytes,
-                "items": self._examples,
+                "items": self._items,
                 "bytes_across_placement": self._bytes,
                 "seconds": seconds,
-                "items_per_second": examples / seconds,
+                "items_per_second": items / seconds,
                 "wall_seconds": time.perf_counter() - self._started,
             },
         )
-        self._progress.show_round(number, values.get("loss", math.nan), examples / seconds)
+        self._progress.show_round(number, values.get("loss", math.nan), items / seconds)
 
     def add_evaluation(
         self, number: int, mean: Mapping[str, float], by_site: Mapping[str, float]

@@ -121,6 +121,12 @@ def end_serving(
     return SyncerResult(rounds, finished, None if finished else preemption.signal)
 
 
+def items_of(experiment: Any) -> tuple[str, int]:
+    """Return the unit of an experiment's items over sites, and their number in an example."""
+    items: tuple[str, int] = getattr(experiment, "site_items", ("examples", 1))
+    return items
+
+
 @contextlib.contextmanager
 def serving(
     experiment: Experiment,
@@ -131,7 +137,7 @@ def serving(
     admission: Admission,
     *,
     done: int,
-    item_unit: str = "examples",
+    item_unit: str,
     **settings: Any,
 ) -> Iterator[tuple[RunFiles, PreemptionGuard]]:
     """Open a syncer's files after `done` rounds, and serve sites, with settings of `serve`."""

@@ -31,6 +31,7 @@ from fedpax.sites.site_process import (
     SECONDS_TO_ASK_AGAIN,
     JoinResult,
     identify,
+    items_of,
     locked_folder,
     patience,
 )
@@ -82,7 +83,7 @@ def take_part(
         site_name = name or certified_name(certificates) or folder.name
         with (
             connect(syncer, certificates=certificates, server_name=server_name) as connection,
-            open_progress(experiment, exp, 0) as progress,
+            open_progress(experiment, exp, 0, item_unit=items_of(experiment)[0]) as progress,
             PreemptionGuard() as preemption,
         ):
             site = Site(
@@ -148,6 +149,7 @@ class Site:
         self._heartbeat_seconds = 2.0
         self._noted = ""  # the last reason to wait
         self._waits = False  # for rounds: a run that was finished has more of them
+        self._per_example = items_of(experiment)[1]
         content = experiment.shared_content()
         self._identity = identify(experiment, {}, experiment.own_fields, content)._asdict()
         self._receiver = Receiver(WHOLE)
@@ -286,7 +288,7 @@ class Site:
             self._progress.note("the reply came too late for its round")
         elif task.header["task"] == ROUND and answer.header["status"] != "join":
             seconds, examples = time.perf_counter() - began, fields["examples"]
-            number, rate = task.header["round"], examples / seconds
+            number, rate = task.header["round"], self._per_example * examples / seconds
             if task.header["stage"] == task.header["last_stage"]:
                 self._answered.add(number)
                 clients = len(task.header["clients"])

@@ -102,7 +102,12 @@ def test_equals_training_on_all_documents(tmp_path: Path, rank: int) -> None:
     for leaf, other in zip(outcome.params, jax.tree.leaves(params), strict=True):
         assert np.abs(other).max() > 1e-3
         np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
-    (line,) = [x for x in read_metrics(tmp_path / "runs" / "coordinator") if "site/a/loss" in x]
+    lines = read_metrics(tmp_path / "runs" / "coordinator")
+    whole = experiment(base, f"{tmp_path}/ours/all.jsonl", rank=rank)
+    rows = len(whole._pack(whole.read_training(), whole.read_tokenizer())[0]["inputs"])
+    assert lines[0]["item_unit"] == "tokens"
+    assert [x["items"] for x in lines if x["kind"] == "training"] == [16 * rows, 2 * 16 * rows]
+    (line,) = [x for x in lines if "site/a/loss" in x]
     heldout = {name: site._site_heldout for name, site in sites.items()}
     weights = [rows.main.num_targets.sum() for rows in heldout.values() if rows is not None]
     mean = np.average([line["site/a/loss"], line["site/b/loss"]], weights=weights)

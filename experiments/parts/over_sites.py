@@ -40,6 +40,11 @@ class OverSites:
         return {}
 
     @property
+    def least_clients(self) -> int:
+        """The fewest clients of a round: with fewer, no sum is opened."""
+        return getattr(getattr(self, "aggregator", None), "min_participants", None) or 1
+
+    @property
     def agreed(self) -> Sequence[str]:
         """Lines on what sites agreed on: the label and its classes, if there is one."""
         label: Label | None = getattr(self, "label", None)

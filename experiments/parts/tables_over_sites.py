@@ -74,8 +74,9 @@ class TablesOverSites(FedAvgFiles):
 
     def at_site(self, clients: ClientRange) -> SiteRun:
         """Make a site's run; it tells which columns of the model have no value here."""
-        run, columns = super().at_site(clients), self.opened.columns
-        names = [column.treatment.name for column in self.prepared.features.columns]
+        run, columns, prepared = super().at_site(clients), self.opened.columns, self.prepared
+        assert isinstance(prepared, PreparedTable)
+        names = [column.treatment.name for column in prepared.features.columns]
         empty = [n for n in names if is_missing(arrow_column(columns[n])).all()]
         if not empty:
             return run

@@ -1,6 +1,7 @@
 """`fedpax export` and `inspect`: write a model or stages for other programs, and show stages."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import shutil
@@ -14,6 +15,7 @@ from absl import flags
 from fedpax.algorithm import Params
 from fedpax.checkpoints.exports import FILE_WRITERS, LAST_FILE, write_orbax
 from fedpax.checkpoints.orbax_files import rename_folder
+from fedpax.checkpoints.saved_state import load_params
 from fedpax.clients import ClientStore
 from fedpax.commands.parts.flower_export import write_flower_app
 from fedpax.commands.parts.options import configure, parse
@@ -32,8 +34,10 @@ from fedpax.errors import UsageError
 from fedpax.experiments.language_model_experiment import LanguageModelExperiment
 from fedpax.experiments.parts.weights import huggingface_obstacle
 from fedpax.files import NO_ROOM
+from fedpax.run_files.configuration import write_configuration
 from fedpax.training.experiment import Experiment, Run
 from fedpax.transforms.stages import stages
+from fedpax.user_files.folders import is_files
 
 
 def export(arguments: Sequence[str]) -> int:
@@ -60,10 +64,16 @@ def export(arguments: Sequence[str]) -> int:
     out = _new_path(options.out, is_folder=not as_file)
     if chosen == "huggingface":
         _check_has_huggingface_form(saved)
-    run = build_run(saved.experiment)
     print_error(f"{saved.exp}: exporting round {number}")
-    with _draft_of(out, last=None if as_file else LAST_FILE) as draft, jax.set_mesh(run.mesh):
-        params = load_whole_model(saved, run, number)
+    with contextlib.ExitStack() as stack:
+        draft = stack.enter_context(_draft_of(out, last=None if as_file else LAST_FILE))
+        if getattr(getattr(saved.experiment, "data", None), "files", None) == ():
+            run = None  # a coordinator has no data
+            params = load_params(saved.saved_in, number)
+        else:
+            run = build_run(saved.experiment)
+            stack.enter_context(jax.set_mesh(run.mesh))
+            params = load_whole_model(saved, run, number)
         if options.dtype:
             params = jax.tree.map(lambda leaf: _cast(leaf, options.dtype), params)
         if as_file:
@@ -73,7 +83,7 @@ def export(arguments: Sequence[str]) -> int:
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     names = "" if as_file else f": {', '.join(sorted(path.name for path in out.iterdir()))}"
     print_line(f"{saved.exp} round {number}: {count:,} parameters in {out}{names}")
-    for field in _fields_of_own_models(run):
+    for field in () if run is None else _fields_of_own_models(run):
         print_line(
             "This is the shared model. Each client's own part is not exported: "
             f"fedpax.checkpoints.load_field({str(saved.saved_in)!r}, {field!r}, {number})['rows'] "
@@ -253,7 +263,27 @@ def _write_folder(folder: Path, chosen: str, saved: SavedRun, params: Params) ->
     else:
         folder.mkdir()
         _write_file(folder / f"params.{chosen}", chosen, params)
-    saved.experiment.write_configuration(folder, saved.exp)
+    write_configuration(folder, _without_paths(saved.experiment), saved.exp)
+    saved.experiment.write_inputs(folder)
+
+
+def _without_paths(experiment: Experiment) -> Experiment:
+    """Return an experiment without the paths of data and of other runs, which others need not see.
+
+    A name of a data set stays.
+    """
+    places = {
+        "data": ("files", "data_dir", "heldout_sets"),
+        "training": ("begin_from", "checkpoint_dir"),
+    }
+    for group, names in places.items():
+        if (part := getattr(experiment, group, None)) is not None:
+            defaults = {f.name: f.default for f in dataclasses.fields(part) if f.name in names}
+            if is_files(str(getattr(part, "dataset", ""))):
+                defaults["dataset"] = type(part).dataset
+            changes: Any = {group: dataclasses.replace(part, **defaults)}
+            experiment = dataclasses.replace(experiment, **changes)
+    return experiment
 
 
 def _write_file(path: Path, chosen: str, params: Params) -> None:

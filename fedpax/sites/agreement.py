@@ -144,19 +144,27 @@ class Agreement:
         self._experiment, self._folder, self._exchange = experiment, folder, exchange
         self._calls, self._watch, self._progress, self._stop = calls, watch, progress, stop
         exchange.find_misfit = self._find_misfit
+        self._least_clients: int = getattr(experiment, "least_clients", 1)
+
+    def has_enough(self, number: int, *, ready: bool = True) -> bool:
+        """Tell whether so many sites are there, with the fewest clients that a sum can have."""
+        present = self._exchange.present(ready=ready)
+        clients = sum(site.count for site in present)
+        return len(present) >= number and clients >= self._least_clients
 
     def wait_for_sites(self, number: int, least: int, *, ready: bool) -> bool:
         """Wait until so many sites are there; False at a signal."""
-        self._exchange.waits_for = count_of(number, "site")
         note = f"waiting for {count_of(number, 'site')}"
+        if self._least_clients > 1:
+            note += f" with {self._least_clients} clients, aggregator.min_participants"
+        self._exchange.waits_for = note.removeprefix("waiting for ")
         if self._exchange.has_refused and not self._exchange.present(ready=False):
             note += ": all are refused. Mend their data or flags, then start them again"
         self._progress.note(note)
 
         def enough() -> bool:
             self._watch.update()
-            needed = least if self._exchange.has_refused else number
-            return len(self._exchange.present(ready=ready)) >= needed
+            return self.has_enough(least if self._exchange.has_refused else number, ready=ready)
 
         return self._exchange.wait_for(enough, self._stop)
 

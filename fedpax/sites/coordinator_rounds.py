@@ -148,7 +148,7 @@ class Coordinator:
             )
         failures = 0
         while self.done < rounds and not self.stop():
-            if len(exchange.present()) < least:
+            if not self._agreement.has_enough(least):
                 self._agreement.wait_for_sites(least, least, ready=True)
                 continue
             if not self._round(self.done + 1):

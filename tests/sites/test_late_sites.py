@@ -1,12 +1,16 @@
 """A site that joins after the first round, or returns, is compared as at the start."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from fedpax.main import main
+from fedpax.run_files.configuration import read_configuration, write_configuration
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_files import read_federation
@@ -123,3 +127,25 @@ def test_no_number_of_values_is_told(tmp_path: Path) -> None:
     description = experiment(f"{tmp_path}/a/*.csv").describe_site()
     assert description["label"]["reason"] == "numbers"
     assert not any(c.isdigit() for column in description["columns"] for c in column["reason"])
+
+
+def test_the_coordinators_model_is_exported_without_data_and_paths(tmp_path: Path) -> None:
+    write_hospitals(tmp_path / "data", {"a": (40, 25), "b": (33,)})
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in "ab"}
+    run(experiment(rounds=1), sites, tmp_path / "runs")
+    agreed = read_federation(tmp_path / "runs" / "coordinator")
+    assert agreed is not None
+    coordinator = experiment(rounds=1).with_inputs(agreed["inputs"])
+    coordinator.write_configuration(tmp_path / "runs" / "coordinator", "fedavg_table")
+    write_configuration(tmp_path / "runs" / "a", sites["a"], "fedavg_table")
+    for name in ("coordinator", "a"):
+        where = f"--job_log_dir={tmp_path}/runs/{name}"
+        assert main(["export", where, "--format=npz", f"--out={tmp_path}/{name}"]) == 0
+        assert str(tmp_path) not in (tmp_path / name / "config.json").read_text()
+        exp, read = read_configuration(tmp_path / name) or ("", None)
+        assert exp == "fedavg_table" and read == experiment(rounds=1)
+        assert json.loads((tmp_path / name / "table.json").read_text()) == agreed["inputs"]
+    ours, theirs = (np.load(tmp_path / name / "params.npz") for name in ("coordinator", "a"))
+    assert sorted(ours.files) == sorted(theirs.files)
+    for name in ours.files:
+        np.testing.assert_array_equal(ours[name], theirs[name])

@@ -1,5 +1,6 @@
 """Private means over sites: noise of the clients, and no sum of fewer than min_participants."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from fedpax.run_files.metrics import read_metrics, select
 from fedpax.settings.client_aggregators import aggregator
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_worker import SiteWorker, UnknownRoundError
-from sites.federation import run, write_hospitals
+from fedpax.transport.message import Message
+from sites.federation import Line, run, write_hospitals
 from sites.test_equals_training import SIZES, experiment
 
 SITES = {**SIZES, "d": (30,)}  # six clients
@@ -20,7 +22,15 @@ NOISE = 1e-3
 RANGES = ("age=number(0..120)", "dose=number(0..1)")
 
 
-def federate(folder: Path, where: str, rounds: int, seconds: float = 60.0, **settings: Any) -> Any:
+def federate(
+    folder: Path,
+    where: str,
+    rounds: int,
+    seconds: float = 60.0,
+    needs: int = 4,
+    lines: Any = None,
+    **settings: Any,
+) -> Any:
     settings = {"max_norm": 10.0, "noise_multiplier": NOISE, **settings}
     fields = {
         "aggregator": aggregator("private_secure_mean", **settings),
@@ -31,7 +41,14 @@ def federate(folder: Path, where: str, rounds: int, seconds: float = 60.0, **set
         write_hospitals(folder / "data", SITES)
     sites = {s: experiment(f"{folder}/data/{s}/*.csv", **fields) for s in SITES}
     rules = RoundRules(3, seconds, secure_sums=True)
-    outcome = run(experiment(**fields), sites, folder / where, rules=rules, first_round_needs=4)
+    outcome = run(
+        experiment(**fields),
+        sites,
+        folder / where,
+        rules=rules,
+        first_round_needs=needs,
+        lines=lines,
+    )
     return outcome, select(read_metrics(folder / where / "coordinator"), "training")
 
 
@@ -67,6 +84,22 @@ def test_a_sum_of_too_few_clients_is_not_opened(
     monkeypatch.setattr(SiteWorker, "work", once_silent)
     _, metrics = federate(tmp_path, "runs", 2, 15.0, min_participants=least)
     assert silent and metrics[-1]["num_present"] == counted
+
+
+def test_the_coordinator_waits_for_min_participants(tmp_path: Path, notes: list[str]) -> None:
+    """Three sites with five clients are enough for --min_sites, and too few for the sums."""
+
+    class Last(Line):
+        def call(self, message: Message, timeout: float) -> Message:
+            told = "waiting for 3 sites with 6 clients, aggregator.min_participants"
+            while len([*self._exchange.sites]) < 3 or told not in notes:
+                time.sleep(0.01)
+            time.sleep(0.5)
+            return super().call(message, timeout)
+
+    lines = {"d": Last}
+    _, metrics = federate(tmp_path, "runs", 1, needs=3, lines=lines, min_participants=6)
+    assert metrics[-1]["num_present"] == 6
 
 
 def test_without_secure_sums_the_coordinator_refuses(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Agnostic federated learning: minimize the loss of the worst mixture of clients."""
+"""Agnostic federated learning."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def agnostic(
     - The losses are at x; DRFA's are at a random iterate of the round.
 
     Args:
-        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients in a round.
         num_clients: N, number of clients in the population.
         client_optimizer: any optax optimizer.
@@ -80,7 +80,7 @@ def agnostic(
         server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
         aggregator: combines the pseudo-gradients x - y_i with the weights lambda_i. Default None:
             their weighted mean.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+        chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. A round needs
@@ -105,7 +105,7 @@ def agnostic(
 
     Reference:
         Mohri et al., Agnostic Federated Learning, arXiv:1902.00146, section 4; Deng et al.,
-        Distributionally Robust Federated Averaging, arXiv:2102.12660, algorithm 1.
+        arXiv:2102.12660, algorithm 1 (DRFA).
     """
     remedy = "Pass 0.0 to keep the mixture as it is."
     check_setting(

@@ -1,4 +1,4 @@
-"""APFL: personal models that are mixtures of a local and the shared model."""
+"""APFL: personal models."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def apfl(
         alpha_i <- clip(alpha_i - eta_alpha <v_i - w_i, grad f_i(m_i; z)>, 0, 1)
 
     Args:
-        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients in a round.
         num_clients: number of clients in the population.
         client_optimizer: any optax optimizer, for w_i and for v_i; its state starts anew each
@@ -82,7 +82,7 @@ def apfl(
         mixing_learning_rate: eta_alpha, at least 0. Default 0: alpha_i stays as it is.
         server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
         aggregator: combines the pseudo-gradients x - w_i. Default None: their weighted mean.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+        chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. All v_i start at `params`. A

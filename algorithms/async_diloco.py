@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo: islands at their own pace, with delayed Nesterov momentum."""
+"""Asynchronous DiLoCo."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def async_diloco(
     trains from. `jax.grad` through a round with a schedule raises.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands.
         inner_optimizer: any optax optimizer; the paper uses AdamW.
         learning_rate: eta. Default 0.7.

@@ -1,4 +1,4 @@
-"""Branch-Train-Merge: experts that train separately, and are merged or used as an ensemble."""
+"""Branch-Train-Merge."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def branch_train_merge(
     `state.params` is the merge with equal weights, computed when it is read or saved.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of experts.
         optimizer: any optax optimizer. Its state stays with the expert.
 

@@ -1,4 +1,4 @@
-"""Synchronous data parallelism: the baseline, and with one island ordinary SPMD training."""
+"""Synchronous data parallelism, the baseline."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def data_parallel(
     cohort. With one island it is plain SPMD training over the model axes of the mesh.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands.
         optimizer: any optax optimizer.
 

@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo: islands that fail and return, merged when a quorum has sent."""
+"""Decoupled DiLoCo."""
 
 from __future__ import annotations
 
@@ -73,12 +73,11 @@ def decoupled_diloco(
     Compile time grows with P: a round has 2 P loops of inner steps (P without delay).
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands.
         inner_optimizer: any optax optimizer; the paper uses AdamW.
         outer_optimizer: any optax optimizer, applied to each fragment with a separate state.
-            Default None: as in `streaming_diloco`, SGD with Nesterov momentum, learning rate 0.4,
-            momentum 0.9. The paper's values are not known.
+            Default None: as in `streaming_diloco`; the paper's values are not known.
         fragments: P, or a function `(path, leaf) -> fragment`, as in `streaming_diloco`. Default 1:
             the whole model. The paper has 24.
         delay: tau, number of inner steps between sending a fragment and taking the merged one, as

@@ -1,4 +1,4 @@
-"""DiLoCo: islands that take many local steps apart, synchronized by an outer optimizer."""
+"""DiLoCo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ditto: a personal model for each client, drawn to the shared model of FedAvg."""
+"""Ditto: personal models."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ditto(
     with x as it was when the round began. The v_i stay with the clients, and do not influence x.
 
     Args:
-        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients in a round.
         num_clients: number of clients in the population.
         client_optimizer: any optax optimizer, for the shared model.
@@ -70,7 +70,7 @@ def ditto(
         server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
         aggregator: combines the pseudo-gradients of the shared model. Default None: their weighted
             mean.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+        chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. All v_i start at `params`. A

@@ -1,4 +1,4 @@
-"""Eager DiLoCo: islands that do not wait for an average, and use their own progress at once."""
+"""Eager DiLoCo."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def eager_diloco(
     `state.params` is the mean of the islands' models, computed when it is read or saved.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands, M.
         inner_optimizer: any optax optimizer; the paper uses AdamW.
         outer_optimizer: any optax optimizer; each island has a state of it. Default None: SGD with

@@ -1,4 +1,4 @@
-"""EASGD: islands tied to a center variable by an elastic force."""
+"""EASGD."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def easgd(
     Momentum in the optimizer gives EAMSGD.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands, n.
         optimizer: any optax optimizer.
         beta: n alpha, how far the center moves toward the mean of the islands, above 0 and at most

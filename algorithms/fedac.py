@@ -1,4 +1,4 @@
-"""FedAc: local SGD with a provable acceleration, by two coupled sequences of iterates."""
+"""FedAc."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def fedac(
     FedAc is local SGD.
 
     Args:
-        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients in a round. In the paper, all clients.
         rates: eta, gamma, alpha and beta: `fedac_i(...)` or `fedac_ii(...)` sets them for a
             strongly convex loss.
         aggregator: combines the clients' pairs of differences, of w_ag and of w, as one pytree.
             Default None: their weighted mean.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+        chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. `state.params` is w_ag. The
@@ -154,9 +154,6 @@ def fedac_i(learning_rate: float, *, strong_convexity: float, local_steps: int) 
         strong_convexity: mu, positive: of the loss, or a guess to tune.
         local_steps: K, number of local steps in a round.
 
-    Returns:
-        The settings for `fedac`.
-
     Raises:
         ValueError: an argument is not positive, or alpha is below 1.
 
@@ -182,9 +179,6 @@ def fedac_ii(learning_rate: float, *, strong_convexity: float, local_steps: int)
         learning_rate: eta, positive, at most 1 / L for an L-smooth loss.
         strong_convexity: mu, positive: of the loss, or a guess to tune.
         local_steps: K, number of local steps in a round.
-
-    Returns:
-        The settings for `fedac`.
 
     Raises:
         ValueError: an argument is not positive, or alpha is not above 1.

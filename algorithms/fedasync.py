@@ -1,4 +1,4 @@
-"""FedAsync: the server mixes each client's model into its own when it arrives."""
+"""FedAsync."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def fedasync(
     Memory: `max_staleness + 1` versions of the model beside the model itself.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         max_staleness: the largest staleness that is used; a staler client changes nothing.
         client_optimizer: any optax optimizer; it starts anew at each client.
         mixing: alpha, the share of a client's model without staleness, from 0 to 1.

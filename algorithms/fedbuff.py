@@ -1,4 +1,4 @@
-"""FedBuff: asynchronous clients, whose updates the server buffers and applies together."""
+"""FedBuff."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def fedbuff(
     If C clients train at a time, staleness is about C / K, and larger for slow clients.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         buffer_size: K, number of arrivals in a round. The paper's experiments have 10.
         max_staleness: the largest staleness that is used; a staler update has weight 0. With 0, as
             without a schedule, all clients start from the current model.
@@ -76,7 +76,7 @@ def fedbuff(
             `polynomial_staleness(0.5)`.
         aggregator: combines the scaled pseudo-gradients. A private one has no metric `"epsilon"`: a
             client can arrive twice in a round. Default None: their weighted mean.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+        chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`, with `cohort.schedule` an

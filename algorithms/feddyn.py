@@ -1,4 +1,4 @@
-"""FedDyn: dynamic regularization that aligns the clients' optima with the server's."""
+"""FedDyn."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def feddyn(
     At a fixed point g_i = grad f_i(x), so that x is a stationary point of the mean of the f_i.
 
     Args:
-        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: S, number of clients in a round.
         num_clients: N, number of clients in the population.
         client_optimizer: any optax optimizer.
@@ -82,7 +82,7 @@ def feddyn(
         server_optimizer: steps along x - mean_i y_i + h / alpha. Default None: `optax.sgd(1.0)`.
         aggregator: combines the pseudo-gradients x - y_i. The result updates x and h. Default
             None: their weighted mean.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+        chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. All g_i and h start at 0. A round

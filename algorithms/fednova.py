@@ -1,4 +1,4 @@
-"""FedNova: averaging that is consistent where clients take different numbers of steps."""
+"""FedNova."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def fednova(
     with a schedule, momentum or weight decay. For Adam it is the sum of the learning rates.
 
     Args:
-        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients in a round.
         client_optimizer: an optax optimizer that takes a scalar parameter; the same rule for all
             parameters.
         server_optimizer: steps along g; the paper's server momentum is `optax.sgd(1.0, momentum)`.
             Default None: `optax.sgd(1.0)`.
         aggregator: combines the normalized gradients d_i. Default None: their weighted mean.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+        chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. The tau_i are the numbers of
@@ -79,8 +79,8 @@ def fednova(
         [0.5, 0.5]
 
     Reference:
-        Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
-        Optimization, arXiv:2007.07481, section 4, equation 9.
+        Wang et al., Tackling the Objective Inconsistency Problem, arXiv:2007.07481, section 4,
+        equation 9.
     """
     server = make_server(
         "fednova",

@@ -1,4 +1,4 @@
-"""The server optimizers of FedOpt: FedAdagrad, FedAdam and FedYogi, as their paper defines them."""
+"""The server optimizers of FedOpt."""
 
 from __future__ import annotations
 
@@ -34,9 +34,6 @@ def server_adagrad(
         b1: decay of the first moment, 0 to below 1. Default 0, as in the paper's experiments.
         tau: degree of adaptivity, positive.
 
-    Returns:
-        An optax optimizer for `fedavg(server_optimizer=...)`.
-
     Raises:
         ValueError: a setting out of range.
 
@@ -67,9 +64,6 @@ def server_adam(
         b2: decay of the second moment, 0 to below 1.
         tau: degree of adaptivity, positive.
 
-    Returns:
-        An optax optimizer for `fedavg(server_optimizer=...)`.
-
     Raises:
         ValueError: a setting out of range.
 
@@ -99,9 +93,6 @@ def server_yogi(
         b1: decay of the first moment, 0 to below 1.
         b2: decay of the second moment, 0 to below 1.
         tau: degree of adaptivity, positive.
-
-    Returns:
-        An optax optimizer for `fedavg(server_optimizer=...)`.
 
     Raises:
         ValueError: a setting out of range.

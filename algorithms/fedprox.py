@@ -1,4 +1,4 @@
-"""FedProx: FedAvg with a proximal term that keeps clients near the server's model."""
+"""FedProx."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fedprox(
     weight: x <- x + mean_i (y_i - x).
 
     Args:
-        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients in a round.
         client_optimizer: any optax optimizer.
         mu: weight of the proximal term, at least 0. With 0 it is `fedavg`. It can be traced, to

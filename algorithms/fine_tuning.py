@@ -1,4 +1,4 @@
-"""Fine-tuning evaluation: how good a model is for each client after local steps."""
+"""Fine-tuning evaluation."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def fine_tuning_evaluation(
     personalization.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients.
         client_optimizer: any optax optimizer.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+        chunk_size: as in `fedavg`.
 
     Returns:
         `evaluate(params, cohort, heldout) -> metrics`, a fedpax program. `cohort` holds the

@@ -1,4 +1,4 @@
-"""HALoS: asynchronous islands in regions, with a server per region and a global server."""
+"""HALoS: islands in regions."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def halos(
     `jax.grad` through a round with a schedule raises.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         regions: the region of each island, numbers from 0. `(0, 0, 1)` are three islands in two
             regions.
         inner_optimizer: any optax optimizer; the paper uses AdamW.
@@ -156,8 +156,6 @@ def halos(
         3.0
         >>> [region.params.item() for region in state.regions]  # 0.75 * 6 + 0.25 * 3, and 8
         [5.25, 8.0]
-        >>> state.local_params.tolist()  # the merge is later than these arrivals
-        [1.0, 6.0, 8.0]
 
     Reference:
         Kim et al., HALoS, arXiv:2506.04531, algorithm 1. What a region does during an exchange, and

@@ -1,4 +1,4 @@
-"""HypCluster: several shared models, of which each client trains the one that fits it best."""
+"""HypCluster."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def hypcluster(
     even if the aggregator adds noise. Clients keep no state.
 
     Args:
-        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`, for one model.
+        loss_fn: f, `(params, batch) -> (loss, metrics)`, for one model.
         cohort_size: number of clients in a round.
         num_clusters: q, number of models. With 1 it is `fedavg`.
         client_optimizer: any optax optimizer.
@@ -68,7 +68,7 @@ def hypcluster(
             `optax.sgd(1.0)`.
         aggregator: combines the pseudo-gradients of each model by itself; a client of another
             cluster has weight 0. Default None: the weighted mean.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+        chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. The leaves of `params` are
@@ -94,8 +94,8 @@ def hypcluster(
         [0.5, 5.0]
 
     Reference:
-        Mansour et al., Three Approaches for Personalization with Applications to Federated
-        Learning, arXiv:2002.10619, algorithm HypCluster.
+        Mansour et al., Three Approaches for Personalization, arXiv:2002.10619, algorithm
+        HypCluster.
     """
     check_argument("hypcluster", "num_clusters", num_clusters, COUNT, remedy="Pass 1 for fedavg.")
     server = make_server(
@@ -185,7 +185,7 @@ def choose_cluster(
     """Return the index of the model with the least loss over a client's batches.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         models: a pytree of arrays `[num_clusters, ...]`.
         batches: the client's batches, a pytree of arrays `[steps, batch, ...]`.
         num_steps: how many of the first batches are valid, as in `local_steps`.

@@ -1,4 +1,4 @@
-"""Local SGD: islands that average their models every H steps."""
+"""Local SGD."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def local_sgd(
     from round to round. This and the uniform mean distinguish local SGD from `fedavg`.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands, the paper's workers; all take part in every round.
         optimizer: any optax optimizer; the paper's is SGD. A schedule counts the local steps over
             all rounds.

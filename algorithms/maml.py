@@ -1,4 +1,4 @@
-"""Federated meta-learning: Per-FedAvg (MAML) and Reptile train a model to be fine-tuned."""
+"""Federated meta-learning: Per-FedAvg (MAML) and Reptile."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def per_fedavg(
     which is Per-FedAvg with the Hessian on D. The server averages as in FedAvg.
 
     Args:
-        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`, for batches of half the
+        loss_fn: f, `(params, batch) -> (loss, metrics)`, for batches of half the
             size.
         cohort_size: number of clients in a round.
         client_optimizer: any optax optimizer; the paper's is SGD with learning rate beta.
@@ -52,7 +52,7 @@ def per_fedavg(
             about twice the cost. With True, derivatives through a round leave it out too.
         server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
         aggregator: combines the pseudo-gradients. Default None: their weighted mean.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+        chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`, with batches of at least two
@@ -126,12 +126,12 @@ def reptile(
     tasks.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients in a round.
         client_optimizer: any optax optimizer.
         meta_learning_rate: epsilon. A schedule counts rounds.
         aggregator: combines the pseudo-gradients. Default None: their weighted mean.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+        chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. The paper averages uniformly:

@@ -1,4 +1,4 @@
-"""Mime and MimeLite: local steps with the server's optimizer state, fixed during a round."""
+"""Mime and MimeLite."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def mime(
     y_i and at x.
 
     Args:
-        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients in a round.
         client_optimizer: the optimizer (U, V). U(g, s) is the update that optax computes from s and
             g. `optax.sgd(momentum=)` is the paper's SGD with momentum, up to the factor 1 - beta of
@@ -70,7 +70,7 @@ def mime(
             `optax.sgd(1.0)`, which sets x to the mean of the y_i, as in the paper.
         aggregator: combines the pseudo-gradients x - y_i. Default None: their weighted mean. c is
             always averaged exactly.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+        chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. The paper averages uniformly:
@@ -118,19 +118,7 @@ def mime_lite(
     As `mime`, with uncorrected local steps y_i <- y_i + U(grad f_i(y_i; z), s). A round computes
     two gradients per batch: one at y_i, and one at x for c = mean_i grad f_i(x), which updates s.
 
-    Args:
-        loss_fn: as in `mime`.
-        cohort_size: number of clients in a round.
-        client_optimizer: as in `mime`.
-        server_optimizer: as in `mime`. Default None: `optax.sgd(1.0)`.
-        aggregator: as in `mime`. Default None: the weighted mean.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
-
-    Returns:
-        `init(params)` and `round(state, cohort)`, as in `mime`.
-
-    Raises:
-        TypeError, ValueError: as in `fedavg`.
+    Arguments, results and errors are those of `mime`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
@@ -190,9 +178,6 @@ def mime_adam(
         initial_second_moment: v in the first round, at least 0. Default 1.0: the first round takes
             steps of SGD with learning rate (1 - b1) eta / (1 + eps). With small values, its steps
             are up to 1 / eps times larger.
-
-    Returns:
-        An optax optimizer for `mime(client_optimizer=...)`.
 
     Raises:
         ValueError: a setting out of range.

@@ -1,4 +1,4 @@
-"""MuLoCo: DiLoCo with Muon as the inner optimizer."""
+"""MuLoCo."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def muloco(
                aggregator=compressed_mean(codecs.sign(bits=2), error_feedback=True))
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands.
         learning_rate: of Muon, and of Adam for parameters that Muon does not update. A number, or a
             schedule of the inner step over all rounds. Default 0.02, as in the authors' code.

@@ -1,4 +1,4 @@
-"""NoLoCo: islands that gossip in random pairs, without an all-reduce."""
+"""NoLoCo."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def noloco(
     `state.params` is the mean of all islands, computed when it is read or saved.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands.
         inner_optimizer: any optax optimizer; the paper uses Adam.
         learning_rate: eta, the outer learning rate, at least 0. Default 0.7, as in the paper.

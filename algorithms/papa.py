@@ -1,4 +1,4 @@
-"""PAPA: a population of models that are pushed toward their average."""
+"""PAPA."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def papa(
     `state.params` is the average of the population, computed when it is read or saved.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of models; the paper uses 5 to 10.
         optimizer: any optax optimizer.
         alpha: share of its weights that a model keeps, or a function of the round's index,

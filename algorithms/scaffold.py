@@ -1,4 +1,4 @@
-"""SCAFFOLD: control variates that correct the drift of clients whose data differ."""
+"""SCAFFOLD."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def scaffold(
     one more gradient per batch, at x. In its mean a batch counts by the sum of its `"mask"`.
 
     Args:
-        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: S, number of clients in a round.
         num_clients: N, number of clients in the population.
         client_optimizer: any optax optimizer; the paper's is SGD with learning rate eta_l.
@@ -90,7 +90,7 @@ def scaffold(
         aggregator: combines the pseudo-gradients x - y_i. Default None: their weighted mean. The
             differences new c_i - old c_i are always averaged exactly; beside a robust aggregator,
             a client whose difference is not finite keeps its c_i.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+        chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. All controls start at 0. A round

@@ -1,4 +1,4 @@
-"""Self-tuning: a method that learns its hyperparameters by gradient while it trains."""
+"""Self-tuning."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def self_tuning(
       number of participants, but for new states of clients. Otherwise this pass stores the values
       of all participants' local steps.
 
-    If a derivative is NaN or infinite, its hyperparameter keeps its value in this round; in a round
-    in which every participant is absent, all do.
+    If a derivative is NaN or infinite, its hyperparameter keeps its value in this round; if every
+    participant is absent, all do.
 
     If the participants' hyperparameters are tuned and their optimizer is Adam or AdamW, give it a
     small `eps_root`, such as 1e-12: otherwise one gradient entry of 0, as below a ReLU, makes all
@@ -91,7 +91,7 @@ def self_tuning(
             `lambda h: fedavg(..., server_optimizer=optax.sgd(h["learning_rate"]))`. The structure
             of its state must not depend on their values.
         hyperparameters: initial values by name, positive.
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`, usually the method's own.
+        loss_fn: `(params, batch) -> (loss, metrics)`, usually the method's own.
         hyper_optimizer: any optax optimizer. Default None: `optax.adam(0.05)`, which changes a
             hyperparameter by about 5% in a round.
         tuning_steps: number of a participant's first batches in f_i. The method trains on them
@@ -130,8 +130,7 @@ def self_tuning(
         True
 
     Reference:
-        Rush et al., Federated Automatic Differentiation, arXiv:2301.07806 (hypergradients through
-        rounds); Baydin et al., Online Learning Rate Adaptation with Hypergradient Descent,
+        Rush et al., arXiv:2301.07806 (hypergradients through rounds); Baydin et al.,
         arXiv:1703.04782, algorithm 1.
     """
     check_optimizer("self_tuning", "hyper_optimizer", hyper_optimizer, optional=True)

@@ -1,4 +1,4 @@
-"""SparseLoCo: DiLoCo whose islands send their largest entries in 2 bits, with error feedback."""
+"""SparseLoCo."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sparseloco(
     magnitude of each block of 4,096 entries, and Q rounds them to 2 bits.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands.
         inner_optimizer: any optax optimizer; the paper uses AdamW.
         outer_learning_rate: eta. Default 1.0.

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: islands that synchronize fragment by fragment while they train."""
+"""Streaming DiLoCo."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def streaming_diloco(
     two transfers).
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands.
         inner_optimizer: any optax optimizer; the paper uses AdamW.
         outer_optimizer: any optax optimizer, applied to each fragment with a separate state.

@@ -1,4 +1,4 @@
-"""Clipping of each participant's update to a norm, fixed or adapted to a quantile."""
+"""Clipping of each participant's update."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
         (0.5, 4.25)
 
     Reference:
-        Sun et al., Can You Really Backdoor Federated Learning?, arXiv:1911.07963, section 3 (norm
-        bounding).
+        Sun et al., arXiv:1911.07963, section 3 (norm bounding).
         McMahan et al., arXiv:1710.06963, section 2 (flat clipping).
     """
     max_norm = check_norm("clip_by_norm", "max_norm", max_norm)
@@ -83,8 +82,7 @@ class AdaptiveClipState(NamedTuple):
     """The state of `adaptive_clip`."""
 
     max_norm: Float[Array, ""]  # float32 scalar, the norm of the next round
-    # int32 scalar, number of rounds so far. With the seed it determines the noise.
-    round: Int[Array, ""]
+    round: Int[Array, ""]  # int32, the number of rounds; with the seed it determines the noise
     aggregator_state: chex.ArrayTree
 
 

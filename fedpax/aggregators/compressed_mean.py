@@ -52,23 +52,22 @@ def compressed_mean(
     current mean residual alone. A participant of weight 0 is absent, and keeps its residual.
     Weights need one small all-reduce first.
 
-    What a device receives per value, with b bits per value and a mesh axis of d devices:
+    The exchange in which a device receives the fewest bits is compiled (`codecs.choose_exchange`
+    has the numbers). On d devices:
 
-    - all-gather: every device decodes all words, and adds in float32: n b (d - 1) / d bits.
+    - all-gather: every device decodes all words, and adds in float32.
     - all-to-all: every device decodes and adds one of d parts, and the means are all-gathered in
-      float32: (n b / d + 32) (d - 1) / d bits.
+      float32.
     - all-reduce, of simulated participants: each update is encoded and decoded where it is made,
-      for a `federated_mean`: 64 (d - 1) / d bits. With a `chunk_size`, memory is flat in n.
+      for a `federated_mean`. With a `chunk_size`, memory is flat in n.
 
-    The one with the fewest bits is compiled (`codecs.choose_exchange`): with an island on each
-    device and 4 bits, the all-gather for up to 8 islands, then the all-to-all. All three give the
-    same mean, up to rounding in its last bits; the first two add in the same order on every mesh.
-    The derivative is zero.
+    With an island on each device and 4 bits, it is the all-gather for up to 8 islands, then the
+    all-to-all. All three give the same mean, up to rounding in its last bits; the first two add in
+    the same order on every mesh. The derivative is zero.
 
     With `mean_codec`, the mean is encoded too: mean = decode(encode(sum_i q_i / n)). The all-to-all
-    then takes (n b / d + b') (d - 1) / d bits, with b' bits per value of the mean: at 4 bits, fewer
-    than the all-gather from 3 islands. It is another algorithm on every mesh: the rounding of the
-    mean is lost, with error feedback too.
+    is then chosen from 3 islands on, at 4 bits. It is another algorithm on every mesh: the rounding
+    of the mean is lost, with error feedback too.
 
     A parameter of more than 65,536 entries is encoded with its minor axis sharded over the mesh
     axes within a participant, such as `fsdp`: each device sends its part. Smaller parameters are

@@ -1,4 +1,4 @@
-"""Robust means by coordinate: the median and the trimmed mean."""
+"""The median and the trimmed mean by coordinate."""
 
 from collections.abc import Callable
 
@@ -37,7 +37,7 @@ def coordinate_median() -> Aggregator:
         [2.0, 1.0]
 
     Reference:
-        Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates,
+        Yin et al., Byzantine-Robust Distributed Learning,
         arXiv:1803.01498, definition 1 and algorithm 1, option I.
     """
     return coordinate_mean(median_of_sorted)
@@ -73,7 +73,7 @@ def trimmed_mean(trim_fraction: float) -> Aggregator:
         1.5
 
     Reference:
-        Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates,
+        Yin et al., Byzantine-Robust Distributed Learning,
         arXiv:1803.01498, definition 2 and algorithm 1, option II.
     """
     trim_fraction = check_argument(
@@ -140,8 +140,7 @@ def sort_rows(x: Float[Array, "participants ..."]) -> Float[Array, "participants
     """Sort each coordinate over the participants, in ascending order."""
     # On a CPU, XLA sorts coordinates one by one, with a call for each comparison. A bitonic sorting
     # network compares whole rows, in `k (k + 1) / 2` vectorized steps for `2^k` participants.
-    # Reference: Batcher, Sorting networks and their applications, AFIPS 1968, section "Bitonic
-    # sorters".
+    # Batcher, Sorting networks and their applications, AFIPS 1968.
     return jax.lax.platform_dependent(x, cpu=_bitonic_sort, default=lambda x: jnp.sort(x, 0))
 
 

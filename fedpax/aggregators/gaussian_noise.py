@@ -1,4 +1,4 @@
-"""Gaussian noise, on the server or on each participant."""
+"""Gaussian noise."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ _STDDEV_REMEDY = "Use 0.0 for no noise."
 class NoiseState(NamedTuple):
     """The state of `add_noise` and `add_local_noise`."""
 
-    # int32 scalar, number of rounds so far. With the seed it determines the noise.
-    round: Int[Array, ""]
+    round: Int[Array, ""]  # int32, the number of rounds; with the seed it determines the noise
     aggregator_state: chex.ArrayTree
 
 
@@ -88,8 +87,7 @@ def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
     After `clip_by_norm(C)` it is the Gaussian mechanism of local differential privacy, with
     sensitivity 2 C. The mean of n participants has noise of standard deviation `stddev / sqrt(n)`.
     With `stddev = noise_multiplier * C / sqrt(n)` it is the noise of `private_mean`, which protects
-    a participant only if its single update stays hidden. If participants drop out, their share is
-    missing.
+    a participant only if its single update stays hidden, and if none drops out.
 
     Args:
         stddev: standard deviation of the noise of each coordinate, in the units of the update.

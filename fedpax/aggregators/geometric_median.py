@@ -1,4 +1,4 @@
-"""The geometric median of the updates, by the smoothed Weiszfeld algorithm."""
+"""The geometric median of the updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Krum, Multi-Krum and Bulyan: the updates that are closest to their neighbours."""
+"""Krum, Multi-Krum and Bulyan."""
 
 from __future__ import annotations
 

@@ -118,15 +118,7 @@ def noise_multiplier_for(
 ) -> float:
     """Find the smallest noise multiplier that spends at most epsilon: inverts `privacy_spent`.
 
-    Args:
-        epsilon: the budget, above 0.
-        num_rounds: as in `privacy_spent`.
-        delta: as in `privacy_spent`.
-        sampling_probability: as in `privacy_spent`.
-        cohort_size: as in `privacy_spent`.
-        num_clients: as in `privacy_spent`.
-        discrete: as in `privacy_spent`.
-        releases_before: as in `privacy_spent`.
+    `epsilon` is the budget, above 0; the other arguments are those of `privacy_spent`.
 
     Returns:
         The noise multiplier, at most 0.001 above the smallest one.
@@ -341,10 +333,8 @@ class PrivacyAccountant(NamedTuple):
         '1.06, 14.45'
 
     Reference:
-        Balle and Wang, Improving the Gaussian Mechanism for Differential Privacy,
-        arXiv:1805.06530, theorem 8.
-        Canonne, Kamath and Steinke, The Discrete Gaussian for Differential Privacy,
-        arXiv:2004.00010, corollary 13.
+        Balle and Wang, arXiv:1805.06530, theorem 8.
+        Canonne et al., arXiv:2004.00010, corollary 13.
     """
 
     noise_multiplier: float

@@ -1,4 +1,4 @@
-"""The mean of DP-FedAvg: clipped updates, equal weights, and Gaussian noise on the server."""
+"""The mean of DP-FedAvg."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from fedpax.primitives import federated_map, federated_sum
 class PrivateMeanState(NamedTuple):
     """The state of `private_mean`."""
 
-    # int32 scalar, number of rounds so far. With the seed it determines the noise.
-    round: Int[Array, ""]
+    round: Int[Array, ""]  # int32, the number of rounds; with the seed it determines the noise
     max_norm: Float[Array, ""]  # float32 scalar, the clipping norm C of the next round
 
 

@@ -1,4 +1,4 @@
-"""Distributed differential privacy: discrete Gaussian noise inside a secure sum."""
+"""Distributed differential privacy."""
 
 import math
 from typing import NamedTuple
@@ -42,8 +42,7 @@ LEAST_STDDEV = 3.0  # of one participant's noise: the tau of proposition 14 is t
 class PrivateSecureMeanState(NamedTuple):
     """The state of `private_secure_mean`."""
 
-    # int32 scalar, number of rounds so far. With the seed it determines noise and masks.
-    round: Int[Array, ""]
+    round: Int[Array, ""]  # int32, the number of rounds; with the seed it determines the noise
 
 
 def private_secure_mean(

@@ -1,4 +1,4 @@
-"""A mean whose updates are sent in a few bits, with error feedback."""
+"""A mean of updates in a few bits."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ LEVELS = IntRange(least=2, most=256)
 class QuantizedMeanState(NamedTuple):
     """The state of `quantized_mean`."""
 
-    # float32 `[participants, ...]`, placed, of the structure of the parameters: the part of its
-    # updates that each participant has not sent yet (error feedback)
+    # as in `CompressedMeanState`
     residual: chex.ArrayTree
 
 
@@ -48,9 +47,8 @@ def quantized_mean(num_levels: int) -> Aggregator:
         c_i = x_i + e_i;   k_i = clip(round(c_i / s + (L - 1) / 2), 0, L - 1);
         q_i = s (k_i - (L - 1) / 2);   e_i <- c_i - q_i;   mean = sum_i q_i / n.
 
-    The error telescopes: summed over rounds, the means differ from the exact ones by the current
-    mean residual alone. All participants share the step s of a leaf, from one small all-reduce: the
-    optimum for a normal distribution with their mean of |c_i|.
+    The error telescopes, as in `compressed_mean`. All participants share the step s of a leaf, from
+    one small all-reduce: the optimum for a normal distribution with their mean of |c_i|.
 
     The integers k_i are sent and summed: an entry is a digit in base n (L - 1) + 1 of a 32-bit
     word. With four participants, one word holds 13 entries for two levels and 8 for four levels. A
@@ -61,8 +59,7 @@ def quantized_mean(num_levels: int) -> Aggregator:
     small all-reduce. A participant of weight 0 is absent, and keeps its residual. The derivative is
     zero.
 
-    Use it with a fixed set of participants, such as islands. With sampled clients, the residual of
-    one client is added to the update of another.
+    As there, use it with a fixed set of participants, not with sampled clients.
 
     Args:
         num_levels: L, number of values of an entry on the wire, 2 to 256. With 2, signs are sent.

@@ -32,8 +32,8 @@ def random_stream(index: int) -> Iterator[None]:
     """Draw the random numbers of aggregators from their own stream within the context.
 
     A method with several states of one aggregator, such as one per cluster, calls `aggregate` in a
-    stream per state. Otherwise their noise, masks and rounding in a round are equal, and their
-    difference is free of noise.
+    stream per state. Otherwise their noise, masks and rounding are equal, and their difference has
+    no noise.
 
     Args:
         index: index of the stream, a Python int of at least 0. Stream 0 is the default. In nested
@@ -50,12 +50,10 @@ def random_stream(index: int) -> Iterator[None]:
         >>> aggregator = chain(add_noise(1.0, seed=0), mean())
         >>> @fedpax.program(clients=2)
         ... def average(updates):
-        ...     means = []
-        ...     for cluster in range(2):
-        ...         with random_stream(cluster):
-        ...             state = aggregator.init(None)
-        ...             means.append(aggregator.aggregate(state, updates, None)[0])
-        ...     return means
+        ...     state = aggregator.init(None)
+        ...     first = aggregator.aggregate(state, updates, None)[0]
+        ...     with random_stream(1):
+        ...         return first, aggregator.aggregate(state, updates, None)[0]
         >>> first, second = average(jnp.zeros(2))
         >>> bool(first == second)
         False

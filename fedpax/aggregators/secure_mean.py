@@ -1,4 +1,4 @@
-"""A mean of integers under masks: the arithmetic of secure aggregation."""
+"""A mean of integers under masks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ from fedpax.transforms.marks import MASKED
 class SecureMeanState(NamedTuple):
     """The state of `secure_mean`."""
 
-    # int32 scalar, number of rounds so far. With the seed it determines the masks.
-    round: Int[Array, ""]
+    round: Int[Array, ""]  # int32, the number of rounds; with the seed it determines the masks
 
 
 def secure_mean(

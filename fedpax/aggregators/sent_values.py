@@ -25,9 +25,6 @@ def mark_sent(values: chex.ArrayTree, *, instead_of: chex.ArrayTree) -> chex.Arr
         values: a pytree of arrays, such as packed codes and their scale.
         instead_of: the update that they replace, a pytree of arrays; only its size is read.
 
-    Returns:
-        The same values.
-
     Example:
         >>> import jax.numpy as jnp
         >>> mark_sent(jnp.array([1, 2], jnp.uint8), instead_of=jnp.ones(16)).tolist()

@@ -268,17 +268,14 @@ def _users(body: Computation) -> dict[str, list[Instruction]]:
 
 
 class ProgramCosts(NamedTuple):
-    """The costs of one execution of a program on one device."""
+    """The costs of one execution of a program on one device, as `CompiledPlan` describes them."""
 
-    matmul_flops: float  # FLOPs of matmuls and convolutions, of any dtype
-    int8_flops: float  # the part of them with 8-bit integer operands
-    fp8_flops: float  # the part of them with 8-bit float operands
-    memory_traffic: float  # bytes read from and written to the device's main memory
-    # Bytes moved between the memories of device and host, in either direction.
+    matmul_flops: float
+    int8_flops: float
+    fp8_flops: float
+    memory_traffic: float
     host_transfers: float
-    # Names of kernels (custom calls) that do not state their FLOPs.
     uncounted_kernels: tuple[str, ...]
-    # Names of loops whose trip count is known only at run time; their bodies count once.
     unknown_trip_counts: tuple[str, ...]
 
 

@@ -260,11 +260,7 @@ def _batch_is_sharded(x: jax.Array) -> bool:
 def mlp(config: MLPConfig) -> FunctionalModel:
     """Make a multilayer perceptron as pure functions: `apply(params, images) -> logits`.
 
-    Args:
-        config: the sizes.
-
-    Returns:
-        The model, for float images `[batch, ...]` and logits `[batch, num_classes]`.
+    Images are floats `[batch, ...]`, logits `[batch, num_classes]`.
 
     Example:
         >>> model = mlp(MLPConfig())
@@ -278,13 +274,9 @@ def mlp(config: MLPConfig) -> FunctionalModel:
 def cnn(config: CNNConfig) -> FunctionalModel:
     """Make a convolutional network as pure functions: `apply(params, images) -> logits`.
 
-    Args:
-        config: the sizes.
-
-    Returns:
-        The model. `apply` maps float images `[batch, height, width]` or `[..., channels]` to
-        logits `[batch, num_classes]`. With dropout, `apply(params, images, dropout_seeds)` takes a
-        random number for each image, uint32 `[batch]`: equal seeds drop equal features.
+    Images are floats `[batch, height, width]` or `[..., channels]`. With dropout,
+    `apply(params, images, dropout_seeds)` takes a random number for each image, uint32 `[batch]`:
+    equal seeds drop equal features.
 
     Example:
         >>> model = cnn(CNNConfig(image_height=8, image_width=8))

@@ -1,4 +1,4 @@
-"""Text generation: autoregressive decoding with a key-value cache."""
+"""Text generation."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def generate(
 ) -> Int[Array, "batch num_tokens"]:
     """Continue prompts, token by token, in one compiled program.
 
-    The whole prompt goes through the model once; then each new token goes through it alone and
-    attends to the key-value cache.
+    The prompt goes through the model once; then each new token attends to the key-value cache.
 
     Args:
         params: the transformer's parameters.

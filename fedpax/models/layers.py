@@ -96,7 +96,7 @@ def _gathered(
 class RMSNorm(nnx.Module):
     """Root mean square normalization: x / sqrt(mean(x^2) + epsilon) * scale."""
 
-    # Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
+    # Zhang and Sennrich (arXiv:1910.07467).
 
     def __init__(self, features: int, *, epsilon: float):
         self.epsilon = epsilon

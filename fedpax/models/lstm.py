@@ -1,4 +1,4 @@
-"""A recurrent language model: embedding, LSTM layers with or without projections, logits."""
+"""A recurrent language model."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ class MixtureOfExperts(nnx.Module):
     #   alone would move k (D - 1) n / D, less if D > k: this axis should be small. A device
     #   allocates D n min(k, experts per device) rows, and computes only the rows in use.
     # - The axis `fsdp` shards the experts' parameters, `tensor` each expert's hidden features.
-    # Jiang et al., "Mixtral of Experts" (arXiv:2401.04088), section 2.1; Gale et al., "MegaBlocks"
-    # (arXiv:2211.15841).
+    # Mixtral (arXiv:2401.04088), section 2.1; MegaBlocks (arXiv:2211.15841).
 
     def __init__(
         self,

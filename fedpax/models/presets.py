@@ -99,7 +99,7 @@ def llama_3_1_8b() -> TransformerConfig:
     """Return Llama 3.1 8B: 8.03 billion parameters.
 
     Reference:
-        Grattafiori et al., "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3.
+        Grattafiori et al. (arXiv:2407.21783), table 3.
     """
     return _llama(num_layers=32, embed_dim=4096, num_heads=32, mlp_dim=14_336)
 
@@ -108,7 +108,7 @@ def llama_3_1_70b() -> TransformerConfig:
     """Return Llama 3.1 70B: 70.6 billion parameters.
 
     Reference:
-        Grattafiori et al., "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3.
+        Grattafiori et al. (arXiv:2407.21783), table 3.
     """
     return _llama(num_layers=80, embed_dim=8192, num_heads=64, mlp_dim=28_672)
 
@@ -135,7 +135,7 @@ def mixtral_8x7b() -> TransformerConfig:
     """Return Mixtral 8x7B: 46.7 billion parameters, of which a token uses 12.9 billion.
 
     Reference:
-        Jiang et al., "Mixtral of Experts" (arXiv:2401.04088), table 1.
+        Jiang et al. (arXiv:2401.04088), table 1.
     """
     return TransformerConfig(
         vocab_size=32_000,

@@ -1,4 +1,4 @@
-"""ResNet with group normalization: residual networks whose normalization keeps no statistics."""
+"""ResNet with group normalization."""
 
 from __future__ import annotations
 

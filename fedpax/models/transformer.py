@@ -27,7 +27,7 @@ from fedpax.parallel.pipeline import run_pipeline
 class FeedForward(nnx.Module):
     """Feed-forward network: SwiGLU, down (silu(gate x) * (up x)), or GELU, down gelu(up x)."""
 
-    # Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), equation 6.
+    # Shazeer (arXiv:2002.05202), equation 6.
 
     def __init__(
         self,
@@ -292,11 +292,7 @@ def _check_dtype(config: TransformerConfig) -> None:
 def transformer(config: TransformerConfig) -> FunctionalModel:
     """Make a transformer as pure functions: `init(key)`, `apply(params, tokens, ...)`.
 
-    Args:
-        config: the sizes and options.
-
-    Returns:
-        The model. `apply` takes the arguments of `Transformer.__call__`.
+    `apply` takes the arguments of `Transformer.__call__`.
 
     Raises:
         ValueError: `config.dtype` needs JAX's 64-bit mode, which is off.

@@ -42,7 +42,6 @@ class MeshAxis(NamedTuple):
 
     name: str
     size: int
-    # The networks that join these devices, such as ICI within a slice and DCN between slices.
     routes: tuple[Route, ...]
 
 

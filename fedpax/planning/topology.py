@@ -223,9 +223,7 @@ HOST = "host"  # devices that one CPU simulates
 class Route(NamedTuple):
     """The network that joins a group of devices, and the part of the torus that they span."""
 
-    # ICI within a slice, DCN between slices, NVLink between the GPUs of a host, "host" between
-    # simulated devices.
-    network: str
+    network: str  # ICI, DCN, NVLINK or HOST
     chips: int  # number of chips in the group; number of slices if the network is DCN
     # Chips along each dimension of the group's torus; () without a torus.
     extents: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""ClientSampler: draw the cohort of a round from a population."""
+"""The sampler of cohorts."""
 
 import math
 import operator
@@ -68,10 +68,6 @@ class ClientSampler:
         >>> daytime = ClientSampler(6, 2, available=lambda r: np.arange(6) % 2 == r % 2)
         >>> (daytime.sample(0) % 2).tolist(), (daytime.sample(1) % 2).tolist()
         ([0, 0], [1, 1])
-        >>> size = poisson_cohort_size(1_000, sampling_probability=0.01)
-        >>> poisson = ClientSampler(1_000, size, sampling_probability=0.01)
-        >>> [len(poisson.sample(r)) for r in range(8)]  # 10 on average
-        [13, 10, 10, 6, 11, 10, 14, 18]
 
     Reference:
         Efraimidis, Spirakis. Weighted Random Sampling with a Reservoir. Information Processing
@@ -174,10 +170,7 @@ class ClientSampler:
         return self._cumulative is not None
 
     def sample(self, round_number: int) -> Int64[np.ndarray, " cohort"]:
-        """Sample the cohort of a round.
-
-        Args:
-            round_number: the round, counted from 0.
+        """Sample the cohort of a round, counted from 0.
 
         Returns:
             int64 `[cohort]`: different clients in random order, `cohort_size` of them or all that
@@ -320,13 +313,6 @@ def poisson_cohort_size(num_clients: int, sampling_probability: float) -> int:
 
     It is mean + 6 standard deviations + 6, rounded up, and at most `num_clients`. On several
     devices, round it up to a multiple of their number.
-
-    Args:
-        num_clients: the size of the population.
-        sampling_probability: the probability that a client joins a round.
-
-    Returns:
-        The number, for `ClientSampler` and the algorithm.
 
     Raises:
         ValueError: `sampling_probability` is not above 0 and at most 1.

@@ -82,9 +82,8 @@ def partition_dirichlet(
 
     Reference:
         Li et al. Federated Learning on Non-IID Data Silos: An Experimental Study.
-        arXiv:2102.02079, "distribution-based label imbalance". Hsu et al. Measuring the Effects
-        of Non-Identical Data Distribution for Federated Visual Classification.
-        arXiv:1909.06335, section 3.
+        arXiv:2102.02079, "distribution-based label imbalance". Hsu et al. Measuring the Effects of
+        Non-Identical Data Distribution. arXiv:1909.06335, section 3.
     """
     _, class_index = index_labels(labels)
     check_count(len(class_index), "examples", num_participants, min_examples)
@@ -123,11 +122,11 @@ def partition_pachinko(
 ) -> RaggedPartition:
     """Partition examples by Pachinko allocation over two levels of labels, as federated CIFAR-100.
 
-    One participant after another draws a distribution over the coarse labels from
-    Dirichlet(alpha, ..., alpha), and for each coarse label a distribution over its labels from
-    Dirichlet(beta, ..., beta). For each of its examples it draws a coarse label, then one of its
-    labels, then a random unassigned example; labels without one are skipped. Sizes differ by at
-    most one; the last participants get all that is left.
+    One participant after another draws a distribution over the coarse labels from Dirichlet(alpha,
+    ..., alpha), and for each coarse label a distribution over its labels from Dirichlet(beta, ...,
+    beta). Each of its examples is drawn by coarse label, then label, among the unassigned ones;
+    labels without one are skipped. Sizes differ by at most one; the last participants get all that
+    is left.
 
     The defaults are the reference's, with 500 participants. To compare results, load its own
     partition, which is not reproducible: `federated_cifar100`.

@@ -30,11 +30,6 @@ _COLUMN = "source"  # the name of a column that is given alone, in messages
 def partition_iid(num_examples: int, num_participants: int, *, seed: int = 0) -> RaggedPartition:
     """Partition shuffled examples evenly: each participant has a random sample of them.
 
-    Args:
-        num_examples: the number of examples.
-        num_participants: the number of participants.
-        seed: the random seed.
-
     Returns:
         For each participant the sorted indices of its examples, int64. Their numbers differ by at
         most one.

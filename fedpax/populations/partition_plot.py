@@ -1,4 +1,4 @@
-"""plot_partition: a picture of the amounts and labels of each participant."""
+"""Pictures of partitions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,10 +36,9 @@ def plot_partition(
 ) -> "Figure":
     """Draw the sizes and labels of a partition's participants.
 
-    Up to `max_participants` participants are bars, divided by label. More are a histogram of sizes
-    and a heat map of label frequencies, sorted by the most frequent label. With more than 500
-    participants, a column of the map is the mean of neighbours; with more than 100 labels, a row is
-    their sum.
+    Up to `max_participants` are bars, divided by label. More are a histogram of sizes and a heat
+    map of label frequencies, sorted by the most frequent label. With more than 500 participants, a
+    column of the map is the mean of neighbours; with more than 100 labels, a row is their sum.
 
     Args:
         partition: for each participant the indices of its examples.

@@ -1,4 +1,4 @@
-"""Measures of how a partition's participants differ in their amounts and labels."""
+"""Measures of partitions."""
 
 import math
 from collections.abc import Iterable

@@ -138,8 +138,7 @@ class DirichletClients(ComputedPartition):
 
 
 # ---- the first normal variates of many random number generators at once
-# `RandomState(Philox(key=[seed, k]))` takes 10 microseconds to make. Here the first variates of a
-# million of them take under a second.
+# Making a million of `RandomState(Philox(key=[seed, k]))` takes 10 seconds, this under one.
 #
 # Reference:
 #     Salmon, Moraes, Dror, Shaw. Parallel Random Numbers: As Easy as 1, 2, 3. SC 2011, for Philox;
@@ -313,7 +312,7 @@ def logistic_clients(
         (60, 30, True)
 
     Reference:
-        Li et al., Federated Optimization in Heterogeneous Networks, arXiv:1812.06127, section 5.1.
+        Li et al., arXiv:1812.06127, section 5.1.
     """
     check_logistic_sizes(num_clients, num_features, num_classes)
     for name, variance in ("alpha", alpha), ("beta", beta):

@@ -46,10 +46,7 @@ def federated_broadcast(x: ArrayTree, *, placement: str | None = None) -> ArrayT
         with the placement's name shards the leading dimension; others keep their sharding.
 
     Raises:
-        RuntimeError: called outside a program.
-        TypeError: a leaf is not an array or a number.
-        ValueError: the placement is unknown, or the program has several placements and `placement`
-            is None.
+        RuntimeError, TypeError, ValueError: as in `federated_map`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -8,7 +8,6 @@ import numpy as np
 
 from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, aval_of
 
-# The names of the primitive of `jax.checkpoint`.
 CHECKPOINT_PRIMITIVES = ("checkpoint", "remat2")
 
 # Equations that change the shape or layout of a value and compute nothing.

@@ -1,4 +1,4 @@
-"""`federated_map`: run a function on every participant."""
+"""`federated_map`."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def federated_map(
     """Run a function on every participant: `out[i] = fn(*[a[i] for a in args])`.
 
     Server values that `fn` closes over are broadcast to the participants. The model axes of a mesh
-    are the same inside `fn` as outside. A participant cannot read the values of another, unless
-    `fn` closes over a placed value: a `PlacedClosureWarning` then names it, once per program. Pass
-    it as an argument instead, or `federated_broadcast(value)` if every participant is to read all.
+    are the same inside `fn` as outside. If `fn` closes over a placed value, every participant reads
+    the values of all: a `PlacedClosureWarning` then names it, once per program. Pass it as an
+    argument instead, or `federated_broadcast(value)` if this is intended.
 
     Args:
         fn: takes one participant's slices and returns a pytree of arrays or numbers. If `fn` is
@@ -77,10 +77,10 @@ def federated_map(
             - A positive int. 1 runs `fn` unbatched, so that its conditionals and loops stay as
               they are.
             - "auto" on CPU: 1, because a core gains nothing from a batch of participants.
-            - "auto" on GPU and TPU: the number of participants whose live values fit in a
-              sixteenth of the chip's memory, or in 1 GiB if that is more or the chip is not in
+            - "auto" on GPU and TPU: the number of participants whose live values fit in a sixteenth
+              of the chip's memory, or in 1 GiB if that is more or the chip is not in
               `fedpax.planning.CHIPS`; at least 1. It is estimated from the jaxpr of `fn`, and
-              reduced until all chunks have about the same size.
+              reduced to chunks of about equal size.
 
     Returns:
         The result of `fn`, with an axis of size `n` in front of every leaf.

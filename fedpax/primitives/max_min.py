@@ -58,10 +58,8 @@ def federated_max(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
         The same pytree with leaves `[...]` of the same dtype.
 
     Raises:
-        RuntimeError: called outside a program.
-        TypeError: a leaf is not an array or a number, or is complex.
-        ValueError: a leaf lacks the placement's axis, the placement is unknown, or the program has
-            several placements and `placement` is None.
+        RuntimeError, ValueError: as in `federated_map`.
+        TypeError: as in `federated_map`, or a leaf is complex.
 
     Example:
         >>> import jax.numpy as jnp
@@ -91,10 +89,8 @@ def federated_min(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
         The same pytree with leaves `[...]` of the same dtype.
 
     Raises:
-        RuntimeError: called outside a program.
-        TypeError: a leaf is not an array or a number, or is complex.
-        ValueError: a leaf lacks the placement's axis, the placement is unknown, or the program has
-            several placements and `placement` is None.
+        RuntimeError, ValueError: as in `federated_map`.
+        TypeError: as in `federated_map`, or a leaf is complex.
 
     Example:
         >>> import jax.numpy as jnp

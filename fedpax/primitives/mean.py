@@ -65,9 +65,9 @@ def federated_mean(
 
     A participant of weight 0 is absent: its value has no effect, also if it is NaN or infinite, and
     then the derivative with respect to its weight is 0. If the weights sum to zero, the mean is 0,
-    not NaN: the methods of `fedpax.algorithms` then leave the model and the server optimizer's
-    momentum as they are, unless the aggregator adds noise on the server. A NaN weight gives NaN.
-    Negative weights are used as given.
+    not NaN: the methods of `fedpax.algorithms` then keep the model and the server optimizer's
+    momentum, unless the aggregator adds noise on the server. A NaN weight gives NaN. Negative
+    weights are used as given.
 
     The weights are added up in float32 (float64 for float64 values). Outside of `jax.jit`, a sum
     above 3.4e38, or below 1.2e-38 and not 0, raises, and so does a mean whose products
@@ -86,10 +86,9 @@ def federated_mean(
 
     Raises:
         RuntimeError: called outside a program.
-        TypeError: a leaf is not an array or a number, or the weights are complex.
-        ValueError: a leaf lacks the placement's axis, the weights do not have shape `[n]`, their
-            sum or products are known and out of range, the placement is unknown, or the program has
-            several placements and `placement` is None.
+        TypeError: as in `federated_map`, or the weights are complex.
+        ValueError: as in `federated_map`, the weights do not have shape `[n]`, or their sum or
+            products are known and out of range.
 
     Example:
         >>> import jax.numpy as jnp

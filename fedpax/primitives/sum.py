@@ -37,11 +37,9 @@ def federated_sum(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
         secure aggregation relies.
 
     Raises:
-        RuntimeError: called outside a program.
-        TypeError: a leaf is not an array or a number.
-        ValueError: a leaf lacks the placement's axis, the placement is unknown, or the program has
-            several placements and `placement` is None; or, outside of `jax.jit`, a sum of signed
-            integers is beyond its dtype.
+        RuntimeError, TypeError: as in `federated_map`.
+        ValueError: as in `federated_map`; or, outside of `jax.jit`, a sum of signed integers is
+            beyond its dtype.
 
     Example:
         >>> import jax.numpy as jnp

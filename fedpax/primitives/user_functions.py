@@ -19,7 +19,7 @@ from fedpax.lazy_names import public_names
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, aval_of, rebind
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 
-# Words of other libraries' arguments, and the words of the arguments that they stand for here.
+# Words of other libraries' arguments -> the words here.
 SYNONYMS = {
     "clients": ("cohort", "islands"),
     "clip": ("norm",),

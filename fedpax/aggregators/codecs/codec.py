@@ -56,9 +56,6 @@ def float32(block_size: int = BLOCK_SIZE) -> Codec:
     Args:
         block_size: largest number of entries of a block.
 
-    Returns:
-        The codec, the reference for the lossy ones.
-
     Example:
         >>> import jax, jax.numpy as jnp
         >>> codec, key = float32(), jax.random.key(0)

@@ -25,9 +25,6 @@ def rotated(codec: Codec) -> Codec:
     Args:
         codec: the codec of the rotated blocks, such as `uniform(bits)`.
 
-    Returns:
-        The codec.
-
     Raises:
         TypeError: `codec` is not a `Codec`.
 

@@ -1,4 +1,4 @@
-"""Stochastic quantization of entries: uniform levels, TernGrad, and E3M0."""
+"""Stochastic quantization of entries."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Signs and scales: the signs with a few magnitudes, and DRIVE."""
+"""Signs and scales."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32

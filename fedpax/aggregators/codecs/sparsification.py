@@ -1,4 +1,4 @@
-"""Some entries alone: at random places, or the largest with their places."""
+"""Some entries alone."""
 
 import math
 
@@ -59,8 +59,7 @@ def random_k(
         2
 
     Reference:
-        Konečný et al., Federated Learning: Strategies for Improving Communication Efficiency,
-        arXiv:1610.05492, section 3 (random mask, sent as a seed).
+        Konečný et al., arXiv:1610.05492, section 3 (random mask, sent as a seed).
         Stich et al., Sparsified SGD with Memory, arXiv:1809.07599, section 2.
     """
     fraction = check_fraction("random_k", fraction)

@@ -1,4 +1,4 @@
-"""The processes of an island: join a syncer and train until the syncer has finished."""
+"""The processes of an island."""
 
 import contextlib
 import dataclasses
@@ -62,9 +62,9 @@ def join(
 ) -> JoinResult:
     """Train one island of an experiment, which a syncer merges with others.
 
-    The island trains on its own devices and its own shard of the data, and exchanges fragments
-    during the steps. If the syncer does not answer, the island trains on for `max_steps_ahead`
-    steps, and then waits for up to `give_up_after` seconds before it saves its state and stops.
+    The island has its own devices and shard of the data, and exchanges fragments during the steps.
+    If the syncer does not answer, the island trains on for `max_steps_ahead` steps, and then waits
+    for up to `give_up_after` seconds before it saves its state and stops.
 
     The number of rounds is the syncer's: `training.rounds` has no effect, and an island whose run
     is finished asks whether there are more.

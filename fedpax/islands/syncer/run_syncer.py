@@ -1,4 +1,4 @@
-"""The process of a syncer: serves islands until all merges are done."""
+"""The process of a syncer."""
 
 import contextlib
 import queue
@@ -61,11 +61,10 @@ def run_syncer(
 ) -> SyncerResult:
     """Serve the outer model of an experiment to islands, until all of its merges are done.
 
-    The outer model is in the host's memory: no accelerator is needed. Each merge is saved before an
-    island receives it: a syncer that is killed resumes after its last merge, while the islands
-    train on. The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `merges.jsonl`,
-    `islands.json`, `syncer/` (the state after the newest merge) and `checkpoints/` (the outer
-    model).
+    No accelerator is needed. Each merge is saved before an island receives it: a killed syncer
+    resumes after its last merge, while the islands train on. The folder gets `config.json`,
+    `metrics.jsonl`, `tensorboard/`, `merges.jsonl`, `islands.json`, `syncer/` (the state after the
+    newest merge) and `checkpoints/` (the outer model).
 
     At the end, and in the folder of a finished run, the syncer answers until each island knows it,
     for up to `goodbye_seconds`. A larger `training.rounds` continues a finished run. Islands take

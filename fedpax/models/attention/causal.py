@@ -90,8 +90,6 @@ def causal_attention(
 
 def platform() -> str:
     """Return the platform that the program is compiled for: "cpu", "gpu" or "tpu"."""
-    # It is the platform of the mesh in context, also for a plan without the hardware, or else of
-    # JAX's default device.
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         return jax.default_backend()  # "gpu" for all GPUs; a mesh may say "cuda" or "rocm"
@@ -208,8 +206,7 @@ AttentionFn: TypeAlias = Callable[
 class Attention(nnx.Module):
     """Multi-head attention whose query heads share key and value heads in groups (GQA)."""
 
-    # Ainslie et al., "GQA" (arXiv:2305.13245), section 2.2; Yang et al., "Qwen3 Technical Report"
-    # (arXiv:2505.09388), section 2, for QK-Norm.
+    # GQA (arXiv:2305.13245), section 2.2; Qwen3 (arXiv:2505.09388), section 2, for QK-Norm.
 
     def __init__(
         self,
@@ -273,9 +270,8 @@ def rotary(
     # Pair i at position p rotates by the angle p f_i with f_i = base^(-2 i / head_dim). With
     # `scaling_factor`, wavelengths longer than `original_seq_len` are multiplied by it, wavelengths
     # shorter than a quarter of that stay, and frequencies between are interpolated linearly in
-    # `original_seq_len` / wavelength.
-    # Su et al., "RoFormer" (arXiv:2104.09864), section 3.2; the scaling is the one of Llama 3.1
-    # (arXiv:2407.21783).
+    # `original_seq_len` / wavelength. RoFormer (arXiv:2104.09864), section 3.2; the scaling of
+    # Llama 3.1 (arXiv:2407.21783).
     frequencies = base ** (-jnp.arange(0, head_dim, 2) / head_dim)
     if scaling_factor is not None:
         rotations = original_seq_len * frequencies / (2 * jnp.pi)
@@ -323,8 +319,7 @@ def masked_attention(
     mask: Bool[Array, "#batch queries keys"],
 ) -> Float[Array, "batch queries heads head_dim"]:
     """Compute softmax(query key^T / sqrt(head_dim)) value for each head, with float32 scores."""
-    # Query head h uses key head h // (num_heads / num_kv_heads). The mask has at least one key for
-    # each query.
+    # The mask has at least one key for each query.
     batch, seq_len, num_heads, head_dim = query.shape
     groups = key.shape[2]
     accurate = jnp.promote_types(query.dtype, jnp.float32)

@@ -85,9 +85,6 @@ def load(
 def load_config(folder: str | Path) -> TransformerConfig:
     """Read the configuration of a Hugging Face folder.
 
-    Args:
-        folder: the folder, with config.json.
-
     Returns:
         The configuration. `dtype` is the one that config.json names, and float32 in place of
         float16. `head_dim` is None where it is embed_dim / num_heads. Options of execution, such as
@@ -124,9 +121,6 @@ def load_params(
         shardings: the sharding of each parameter, in place of `mesh`. Default None for both:
             arrays on the default device.
         dtype: as in `load`.
-
-    Returns:
-        The parameters for `transformer(config)`.
 
     Raises:
         FileNotFoundError: the folder or one of its files does not exist.

@@ -1,6 +1,6 @@
 """Experiments: zero-argument functions, each returns a configuration that can be trained.
 
-`fedpax list` names them, and `find_experiment("fedavg_digits")` returns one. The names of this
+`fedpax list` names them, and `find_experiment("fedavg_digits")()` makes one. The names of this
 package are for experiments of your own: base classes, and fields for a method or an aggregator.
 """
 

@@ -145,6 +145,9 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
             or `group:name`. The group is one from `GROUPS`, or a function as before, which is
             called.
 
+    Returns:
+        The function, which makes the experiment when it is called.
+
     Raises:
         UnknownExperimentError: there is no such function.
     """

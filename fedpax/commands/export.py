@@ -277,12 +277,15 @@ def _without_paths(experiment: Experiment) -> Experiment:
         "training": ("begin_from", "checkpoint_dir"),
     }
     for group, names in places.items():
-        if (part := getattr(experiment, group, None)) is not None:
-            defaults = {f.name: f.default for f in dataclasses.fields(part) if f.name in names}
-            if is_files(str(getattr(part, "dataset", ""))):
-                defaults["dataset"] = type(part).dataset
-            changes: Any = {group: dataclasses.replace(part, **defaults)}
-            experiment = dataclasses.replace(experiment, **changes)
+        part: Any = getattr(experiment, group, None)
+        if not dataclasses.is_dataclass(part):
+            continue
+        if isinstance(dataset := getattr(part, "dataset", None), str) and is_files(dataset):
+            names = (*names, "dataset")
+        known = [f for f in dataclasses.fields(part) if f.default is not dataclasses.MISSING]
+        defaults = {f.name: f.default for f in known if f.name in names}
+        changes: Any = {group: dataclasses.replace(part, **defaults)}
+        experiment = dataclasses.replace(experiment, **changes)
     return experiment
 
 

@@ -129,8 +129,11 @@ def test_no_number_of_values_is_told(tmp_path: Path) -> None:
     assert not any(c.isdigit() for column in description["columns"] for c in column["reason"])
 
 
-def test_the_coordinators_model_is_exported_without_data_and_paths(tmp_path: Path) -> None:
+def test_the_coordinators_model_is_exported_without_data_and_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_hospitals(tmp_path / "data", {"a": (40, 25), "b": (33,)})
+    monkeypatch.chdir(tmp_path / "data" / "a")  # the current folder has data
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in "ab"}
     run(experiment(rounds=1), sites, tmp_path / "runs")
     agreed = read_federation(tmp_path / "runs" / "coordinator")

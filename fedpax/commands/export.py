@@ -278,7 +278,7 @@ def _without_paths(experiment: Experiment) -> Experiment:
     }
     for group, names in places.items():
         part: Any = getattr(experiment, group, None)
-        if not dataclasses.is_dataclass(part):
+        if not dataclasses.is_dataclass(type(part)):
             continue
         if isinstance(dataset := getattr(part, "dataset", None), str) and is_files(dataset):
             names = (*names, "dataset")

@@ -4,6 +4,7 @@ import datetime
 import functools
 import itertools
 import shlex
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -25,6 +26,7 @@ from fedpax.errors import UsageError
 from fedpax.extras import optional
 from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.populations.partition_plot import plot_statistics
+from fedpax.text.conversation import with_role
 from fedpax.user_files.formats import LoadOptions
 
 _MOST_CLIENTS = 20  # in the table of clients
@@ -52,7 +54,12 @@ def data(arguments: Sequence[str]) -> int:
         source.client,
         source.label,
         reading["types"],
-        [*source.notes, *_note_encoded(source), *_note_repeated(f"{repeated:,}", len(source))],
+        [
+            *source.notes,
+            *_note_encoded(source),
+            *_note_chats(source),
+            *_note_repeated(f"{repeated:,}", len(source)),
+        ],
     )
     if source.client is None:
         return _without_clients(picture)
@@ -140,6 +147,31 @@ def _note_encoded(source: Any) -> list[str]:
         for name in source.fields
         if has_encoded_images(source.table.column(name).slice(0, 100))
     ]
+
+
+def _note_chats(source: Any) -> list[str]:
+    """Tell what columns of chat messages hold."""
+    import pyarrow as pa
+
+    notes = []
+    for name in source.fields:
+        column = source.table.column(name)
+        item = getattr(column.type, "value_type", None)
+        keys = {field.name for field in item} if isinstance(item, pa.StructType) else set()
+        if not ({"role", "content"} <= keys or {"from", "value"} <= keys):
+            continue
+        chats = [[*map(with_role, chat or ())] for chat in column.to_pylist()]
+        roles = [[m.get("role") for m in chat] for chat in chats]
+        messages = [m for chat in chats for m in chat if not m.get("tool_calls")]
+        answers = [m.get("content") for m in messages if m.get("role") == "assistant"]
+        counts = Counter(itertools.chain(*roles)).most_common(5)
+        notes.append(
+            f"{name}: {count_of(len(chats), 'conversation')}, messages by role: "
+            f"{', '.join(f'{role} {n:,}' for role, n in counts)}. Without an assistant: "
+            f"{sum('assistant' not in own for own in roles):,}; answers of null: "
+            f"{answers.count(None):,} (training raises at both); empty answers: {answers.count('')}"
+        )
+    return notes
 
 
 def _note_repeated(repeated: str, examples: int) -> list[str]:

@@ -221,7 +221,7 @@ def _messages(example: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
         "of the role 'assistant'"
     )
     messages = list(value) if isinstance(value, list | tuple | np.ndarray) else []
-    messages = [_with_role(m) if isinstance(m, Mapping) else m for m in messages]
+    messages = [with_role(m) if isinstance(m, Mapping) else m for m in messages]
     valid = all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages)
     if not valid or "assistant" not in [m["role"] for m in messages]:
         is_text = isinstance(value, str | bytes)
@@ -245,7 +245,7 @@ def _messages(example: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
     return [{key: x for key, x in m.items() if x is not None} for m in messages]
 
 
-def _with_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Give a message of ShareGPT's form the keys `role` and `content`."""
     if not {"from", "value"} <= message.keys() or message.get("role") is not None:
         return message

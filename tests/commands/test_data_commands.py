@@ -255,3 +255,19 @@ def test_an_empty_text_of_json_is_missing_in_tables_alone(command: Command, tmp_
     _, output, _ = command("data", f"{tmp_path}/a.jsonl")
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.splitlines()]
     assert ["text", "string", "2", "2"] in [row[:4] for row in cells]
+
+
+def test_conversations_are_counted_as_training_reads_them(command: Command, tmp_path: Path) -> None:
+    def chat(*contents: str | None) -> str:
+        roles = ["user", "assistant"]
+        return json.dumps(
+            {"m": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]}
+        )
+
+    rows = [chat("a", "b"), chat("a", None), chat("a"), chat("a", ""), '{"m": null}', chat("", "b")]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    output = command("data", f"{tmp_path}/a.jsonl")[1]
+    assert (
+        "m: 6 conversations, messages by role: user 5, assistant 4. Without an assistant: 2; "
+        "answers of null: 1 (training raises at both); empty answers: 1" in output
+    )

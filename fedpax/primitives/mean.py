@@ -171,13 +171,18 @@ def _divide(total, weight):
 
 
 def _terms(x, *weights):
-    wide = x.astype(accumulation_dtype(_mean_dtype(x.dtype)))
+    dtype = accumulation_dtype(_mean_dtype(x.dtype))
     if not weights:
-        return [wide]
-    w = weights[0].astype(jnp.finfo(wide.dtype).dtype)  # real, also for complex values
-    factor = append_axes(w, wide).astype(wide.dtype)
+        return [x.astype(dtype)]
+    w = weights[0].astype(jnp.finfo(dtype).dtype)  # real, also for complex values
+    return [_weighted(x, w, dtype), w]
+
+
+@functools.partial(jax.jit, static_argnums=2)  # traced and lowered once for the leaves of a shape
+def _weighted(x, w, dtype):
+    factor = append_axes(w, x).astype(dtype)
     # 0 * NaN is NaN: an absent participant, whose data are padding, would make the mean NaN.
-    return [jnp.where(factor == 0, 0, factor * wide), w]
+    return jnp.where(factor == 0, 0, factor * x.astype(dtype))
 
 
 def _finish(totals, participants, dtype):

@@ -18,6 +18,7 @@ from fedpax.primitives._jax import (
     Jaxpr,
     JaxprEqn,
     Literal,
+    aval_of,
     bind_again,
     context_of,
     eliminate_dead_code,
@@ -32,7 +33,7 @@ from fedpax.primitives.layout import (
     shard_over_placement,
     unplaced_aval,
 )
-from fedpax.primitives.monoids import Monoid, apply_by_monoid
+from fedpax.primitives.monoids import ADDITION, Monoid, apply_by_monoid
 from fedpax.primitives.placement import ChunkSize, Placement
 from fedpax.primitives.unit_axis import keep_unit_axis
 
@@ -71,12 +72,20 @@ def run_participants(
     ]
     index_type = jax.ShapeDtypeStruct((), jnp.int32)
     types = index_type, list(map(jax.typeof, server_values)), slice_types
-    jaxpr = eliminate_dead_code(jax.make_jaxpr(participant_fn)(*types))
+    traced = jax.make_jaxpr(participant_fn)(*types)
+    num_stacked = len(traced.out_avals) - len(monoids)
+    kept, totals = _different_totals(traced.jaxpr, monoids)
+    outvars = [
+        *traced.jaxpr.outvars[:num_stacked],
+        *(traced.jaxpr.outvars[num_stacked + i] for i in kept),
+    ]
+    monoids = [monoids[i] for i in kept]
+    jaxpr = eliminate_dead_code(traced.replace(jaxpr=traced.jaxpr.replace(outvars=outvars)))
     uses_index = _uses_index(jaxpr)
     shared = [False, *[True] * len(server_values)]
     for is_lazy, slice_type in zip(lazy, slice_types, strict=True):
         shared += [is_lazy] * len(jax.tree.leaves(slice_type))
-    device_jaxpr, num_stacked = jaxpr, len(jaxpr.out_avals) - len(monoids)
+    device_jaxpr = jaxpr
     if local == 1:
         placed = [False] * (1 + len(server_values)) + [True] * len(slices_of)
         device_jaxpr = keep_unit_axis(jaxpr, placed, num_stacked)
@@ -95,10 +104,37 @@ def run_participants(
         ring,
     )
     if axis is None:
-        return loop.run(slices_of, chunk_size)
-    loop = loop._replace(participant_fn=with_manual_axis(device_jaxpr, axis))
-    first_indices = _first_indices(first_index, devices, placement) if uses_index else None
-    return _run_on_devices(loop, axis, first_indices, slices_of, chunk_size)
+        results = loop.run(slices_of, chunk_size)
+    else:
+        loop = loop._replace(participant_fn=with_manual_axis(device_jaxpr, axis))
+        first_indices = _first_indices(first_index, devices, placement) if uses_index else None
+        results = _run_on_devices(loop, axis, first_indices, slices_of, chunk_size)
+    return [*results[:num_stacked], *(results[num_stacked + i] for i in totals)]
+
+
+def _different_totals(jaxpr: Jaxpr, monoids: Sequence[Monoid]) -> tuple[list[int], list[int]]:
+    """Return the totals that differ, and for each total its place among these.
+
+    The weighted means of all leaves share the sum of their weights.
+    """
+    converted = {e.outvars[0]: e for e in jaxpr.eqns if e.primitive.name == "convert_element_type"}
+
+    def term(v: Any) -> Any:
+        if isinstance(v, Literal) or v not in converted:
+            return id(v)
+        return term(converted[v].invars[0]), aval_of(v).dtype
+
+    places: dict[Any, int] = {}
+    kept: list[int] = []
+    totals: list[int] = []
+    terms = jaxpr.outvars[len(jaxpr.outvars) - len(monoids) :]
+    for i, (v, monoid) in enumerate(zip(terms, monoids, strict=True)):
+        key = term(v) if monoid is ADDITION else ("of its own", i)
+        if key not in places:
+            places[key] = len(kept)
+            kept.append(i)
+        totals.append(places[key])
+    return kept, totals
 
 
 def _run_on_devices(

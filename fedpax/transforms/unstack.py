@@ -13,7 +13,7 @@ from fedpax.primitives._jax import JaxprEqn, aval_of, rebind
 from fedpax.primitives.max_min import federated_max_p, federated_min_p
 from fedpax.primitives.monoids import ADDITION, Monoid, accumulation_dtype
 from fedpax.primitives.placement import Placement
-from fedpax.primitives.reduction import REDUCTIONS, Reduction
+from fedpax.primitives.reduction import REDUCTIONS
 from fedpax.primitives.sum import federated_sum_p
 from fedpax.transforms.unstack_rules import AxisMap, axis_maps
 
@@ -178,21 +178,19 @@ def loop_reduction(
 
 
 @functools.cache
-def _as_calls(reduction: Reduction) -> Reduction:
-    """Trace and lower the parts of a reduction once for each shape, and not for each leaf."""
-    finish = jax.jit(reduction.finish, static_argnums=(1, 2))
-    return reduction._replace(terms=jax.jit(reduction.terms), finish=finish)
+def _as_call(finish: Callable) -> Callable:
+    """Trace and lower the end of a reduction once for each shape, and not for each leaf."""
+    return jax.jit(finish, static_argnums=(1, 2))
 
 
 def _federated(eqn: JaxprEqn, placement: Placement) -> LoopReduction:
     monoid, dtype = REDUCTIONS[eqn.primitive], aval_of(eqn.invars[0]).dtype
-    if len(eqn.invars) > 1:
-        monoid = _as_calls(monoid)
+    finish = _as_call(monoid.finish) if len(eqn.invars) > 1 else monoid.finish
     return LoopReduction(
         eqn,
         (0,) * len(eqn.invars),
         [monoid.monoid] * len(eqn.invars),
         monoid.terms,
-        lambda totals: monoid.finish(totals, placement.size, dtype),
+        lambda totals: finish(totals, placement.size, dtype),
         takes_slices=True,
     )

@@ -263,30 +263,33 @@ def _write_folder(folder: Path, chosen: str, saved: SavedRun, params: Params) ->
     else:
         folder.mkdir()
         _write_file(folder / f"params.{chosen}", chosen, params)
-    write_configuration(folder, _without_paths(saved.experiment), saved.exp)
+    write_configuration(folder, without_paths(saved.experiment), saved.exp)
     saved.experiment.write_inputs(folder)
 
 
-def _without_paths(experiment: Experiment) -> Experiment:
-    """Return an experiment without the paths of data and of other runs, which others need not see.
+_PLACES = ("files", "data_dir", "heldout_sets", "begin_from", "checkpoint_dir")
 
-    A name of a data set stays.
-    """
-    places = {
-        "data": ("files", "data_dir", "heldout_sets"),
-        "training": ("begin_from", "checkpoint_dir"),
-    }
-    for group, names in places.items():
-        part: Any = getattr(experiment, group, None)
-        if not dataclasses.is_dataclass(type(part)):
+
+def without_paths(configuration: Any) -> Any:
+    """Return a configuration without the paths of data and of other runs; names of data stay."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(configuration):
+        value = getattr(configuration, field.name)
+        if dataclasses.is_dataclass(value):
+            changes[field.name] = without_paths(value)
+        elif field.default is dataclasses.MISSING:
             continue
-        if isinstance(dataset := getattr(part, "dataset", None), str) and is_files(dataset):
-            names = (*names, "dataset")
-        known = [f for f in dataclasses.fields(part) if f.default is not dataclasses.MISSING]
-        defaults = {f.name: f.default for f in known if f.name in names}
-        changes: Any = {group: dataclasses.replace(part, **defaults)}
-        experiment = dataclasses.replace(experiment, **changes)
-    return experiment
+        elif field.name in _PLACES or (
+            field.name in ("dataset", "mixture") and _names_files(value or ())
+        ):
+            changes[field.name] = field.default
+    return dataclasses.replace(configuration, **changes)
+
+
+def _names_files(names: str | Sequence[str]) -> bool:
+    """Return whether one of the data sets, or of a mixture's "NAME=WEIGHT", is files."""
+    names = (names,) if isinstance(names, str) else names
+    return any(is_files((name.rpartition("=")[0] or name).partition("#")[0]) for name in names)
 
 
 def _write_file(path: Path, chosen: str, params: Params) -> None:

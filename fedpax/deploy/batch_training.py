@@ -28,7 +28,7 @@ from fedpax.training.compiled_round import init_state, run_state_shardings, with
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.progress import open_progress
 from fedpax.training.resume_checks import TrainingJob
-from fedpax.training.round_logger import RoundLogger
+from fedpax.training.round_logger import EMPTY, RoundLogger
 from fedpax.training.spikes import FiniteCheck, SpikeHistory, report_update_norm
 from fedpax.training.startup_report import describe_aggregator
 from fedpax.training.tracker import track
@@ -192,7 +192,9 @@ class _BatchLoop:
             first_round=self.done,
         )
         seconds = time.perf_counter() - start
+        cohorts: Any = self.run.cohorts
         for number, (_, values) in enumerate(results, self.done + 1):
+            values = {**values, EMPTY: not cohorts.num_steps(cohorts.client_ids(number - 1)).any()}
             self.logger.restart_clock(time.perf_counter() - seconds / rounds)
             self.logger.log_round(number, values, idle_seconds=0.0)
             self.logger.flush()

@@ -245,7 +245,8 @@ def program_file(experiment: Experiment, folder: Path) -> Path:
     content = json.dumps([to_json(experiment), fedpax.__version__, jax.__version__], sort_keys=True)
     path = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
     if not path.exists():
+        packed = pack_experiment(experiment, experiment.build()).encode()
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(path, draft=path.with_suffix(f".{os.getpid()}")) as file:
-            file.write(pack_experiment(experiment, experiment.build()).encode())
+            file.write(packed)
     return path

@@ -267,9 +267,8 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             if busy:
                 clock.move(waited, "input", "step")
             compiled = self._round_of(number, cohort)
-            ids = getattr(
-                cohort, "client_ids", None
-            )  # before the round, which may overwrite its memory
+            # Before the round, which may overwrite its memory.
+            ids = getattr(cohort, "client_ids", None)
             empty = {} if ids is None else {EMPTY: is_empty(ids, cohort.num_examples)}
             threshold = (self._spike_threshold(number),) if self._skips else ()
             with jax.profiler.StepTraceAnnotation("round", step_num=number):

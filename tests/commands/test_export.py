@@ -18,6 +18,8 @@ from small_runs import NAMED, Command
 
 from fedpax.checkpoints import load_params
 from fedpax.checkpoints.exports import named_arrays, write_safetensors
+from fedpax.commands.export import without_paths
+from fedpax.commands.parts.options import configure
 from fedpax.data import load_tokenizer, train_tokenizer
 from fedpax.errors import MissingPackageError
 from fedpax.experiments.parts.weights import write_huggingface
@@ -283,3 +285,16 @@ def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(
     assert (status, output) == (2, "")
     assert f"--out={tmp_path}/new cannot be made (Read-only file system), expected" in errors
     assert not list(tmp_path.glob("*new*"))
+
+
+def test_the_configuration_of_an_export_has_no_path_of_data(tmp_path: Path) -> None:
+    places = [f"--data_dir={tmp_path}/tfds", f"--training.begin_from={tmp_path}/other"]
+    digits = configure("fedavg_digits", places, None)
+    text = configure(
+        "diloco_text", [f"--data.mixture={tmp_path}/a.jsonl#text=1", "--data.dataset=./b.txt"], None
+    )
+    named = configure("diloco_text", ["--data.mixture=stdlib_text=1", "--data.seed=3"], None)
+    for experiment in (digits, text):
+        assert "/" in repr(experiment) and str(tmp_path) not in repr(without_paths(experiment))
+    assert "b.txt" not in repr(without_paths(text))
+    assert without_paths(named) == named

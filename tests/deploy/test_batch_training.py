@@ -18,7 +18,7 @@ from fedpax.checkpoints.saved_rounds import DamagedCheckpointError
 from fedpax.commands.parts.options import configure
 from fedpax.deploy.batch_training import for_workers, open_cohorts, train_in_batches
 from fedpax.errors import ConfigurationError
-from fedpax.training import read_metrics
+from fedpax.training import read_metrics, select
 from fedpax.training.round_logger import NonFiniteError
 from fedpax.training.trainer import StorageError
 
@@ -109,6 +109,23 @@ def test_the_norm_of_each_update_is_that_of_train(experiment, tmp_path):
     )
     assert len(batches) == 3
     np.testing.assert_allclose(batches, plain, rtol=1e-5)
+
+
+def test_a_round_without_clients_has_no_loss(experiment, tmp_path):
+    def sampled():
+        few = experiment()
+        training = dataclasses.replace(few.training, rounds=8, evaluate_every=0)
+        cohort = dataclasses.replace(few.cohort, sampling_probability=0.1)
+        return dataclasses.replace(few, training=training, cohort=cohort)
+
+    train_in_batches(sampled(), tmp_path / "batches", run_in_a_loop)
+    fedpax.train(sampled(), tmp_path / "plain")
+    batches, plain = (
+        [line["loss"] for line in select(read_metrics(tmp_path / name), "training")]
+        for name in ("batches", "plain")
+    )
+    assert [loss is None for loss in batches] == [loss is None for loss in plain]
+    assert 0 < sum(loss is None for loss in batches) < 8
 
 
 def test_a_job_that_diverges_says_what_is_kept(experiment, tmp_path):

@@ -4,12 +4,14 @@ import datetime
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from user_files.written_tables import lines
 
 from fedpax.data import load, prepare
+from fedpax.user_files.readers import json_files
 
 
 def test_a_list_of_json_has_the_names_of_all_objects(tmp_path: Path) -> None:
@@ -128,7 +130,7 @@ def test_a_byte_that_is_not_utf8_is_told(tmp_path: Path, name: str) -> None:
     assert len(prepared.source) == 3
 
 
-@pytest.mark.parametrize("line", ['{"id": 2, "text": "unclosed', "[1]", '{"id": nul}'])
+@pytest.mark.parametrize("line", ['{"id": 2, "text": "unclosed', "[1]", "null", '{"id": nul}'])
 def test_a_line_that_is_no_object_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
@@ -156,3 +158,63 @@ def test_a_line_that_python_alone_reads_is_told_and_skipped(tmp_path: Path, line
             read(tmp_path / "a.jsonl")
     prepared = prepare(tmp_path / "a.jsonl", tmp_path / "prepared", on_bad_row="skip")
     assert [example["id"] for example in prepared.source] == ["1"]
+
+
+TWO = '{"a": 1}{"a": 2}'
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "skipped"),
+    [
+        (f'{TWO}\n{{"a": 3}}\nnot json\n', [3], 2),  # [1, 2] were read
+        (f'{TWO}\n{{"a": 3}}\n\n', [3], 1),
+        ("\nnot json\n", [], 1),  # it was said to be an empty file
+        ('null\n{"a": 3}\n', [3], 1),  # pyarrow ended the process
+        ('\ufeff{"a":\r1}\n{"a": 2}\n \t\r\n[1]', [1, 2], 1),
+        ('{"a": 0.5}\n{"a": 1e400}\n{"a": 1e-400}\n{"a": 0.01e309}', [0.5, 0, 1e307], 1),
+        ('{"a": Inf}\n{"a": -NaN}{}\n{"a": -Infinity}\n{"a": nan}', [np.inf, -np.inf], 2),
+        (f'{{"a": 1{"0" * 5000}}}\n{{"a": 1\n', [np.inf], 1),
+        ('{"a": "\\ud83d\\ude00"}\n{"a": "\\ude00\\ud83d"}\n', ["\U0001f600"], 1),
+    ],
+)
+def test_each_line_that_is_one_object_is_read(
+    tmp_path: Path, text: str, kept: list[Any], skipped: int
+) -> None:
+    (tmp_path / "a.jsonl").write_text(text, newline="")
+    (tmp_path / "b.jsonl").write_text('{"a": null}\n')
+    prepared = prepare(tmp_path / "*.jsonl", tmp_path / "prepared", on_bad_row="skip")
+    assert prepared.source.table.column("a").to_pylist() == [*kept, None]
+    assert sum(prepared.skipped.values()) == skipped
+
+
+def test_a_line_of_two_objects_is_told(tmp_path: Path) -> None:
+    """They were two rows."""
+    (tmp_path / "a.jsonl").write_text(f'\n{{"a": 0}}\n{TWO}\n')
+    for read in (load, lambda file: prepare(file, tmp_path / "prepared")):
+        with pytest.raises(ValueError, match=r"its line 3 is .*, expected .*: it has several obj"):
+            read(tmp_path / "a.jsonl")
+
+
+def test_a_change_of_type_after_a_skipped_line_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n{"a": 0}\n[1]\n\n{"a": "x"}\n')
+    with pytest.raises(ValueError, match="from number to string in line 5"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "prepared", on_bad_row="skip")
+
+
+def test_arrow_parses_no_line_of_a_common_form_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader for each line took 120 times as long."""
+    calls = []
+
+    def parse(*args: Any) -> Any:
+        calls.append(args)
+        return original(*args)
+
+    original = json_files._parse_lines
+    monkeypatch.setattr(json_files, "_parse_lines", parse)
+    (tmp_path / "a.jsonl").write_text(
+        '{"a": 0.5, "t": "\\u00e9"}\n' * 99 + '["x"]\n{"a": 1, "a": 2}'
+    )
+    prepared = prepare(tmp_path / "a.jsonl", tmp_path / "prepared", on_bad_row="skip")
+    assert len(prepared.source) == 99 and len(calls) < 10

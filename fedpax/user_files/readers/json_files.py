@@ -3,7 +3,7 @@
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyarrow import json as arrow_json
 
 from fedpax.errors import ArgumentError
-from fedpax.files import NESTING, is_utf8, parse_json
+from fedpax.files import BYTE_ORDER_MARK, NESTING, is_utf8, parse_json
 from fedpax.user_files.arrow_numpy import concatenate_values, json_values
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions, TypeChangedError
@@ -27,17 +27,24 @@ _BLOCK = 1 << 26  # the longest line that is read, in bytes
 _STREAM_BLOCK = 1 << 24
 _LARGEST_BLOCK = (1 << 31) - 1
 _CHANGED = re.compile(r"Column\(/.*changed from")  # an error of Arrow: a value of another type
+_NULL = re.compile(rb"\n[ \t\r]*null")  # as the first row it ends the process in pyarrow
+_ONLY_ARROW = re.compile(rb"-NaN|Inf(?!inity)")  # numbers that Python's parser does not read
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a surrogate pair
+_EXPONENT = re.compile(r"[eE][+-]?\d{3}")
 _AS_TEXTS = "Write the values of {name!r} as texts"
 
 
 def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
     """Read one JSON object a line."""
-    types = dict[str, pa.DataType]()
+    types, num_lines = dict[str, pa.DataType](), 0
     for block, number in _blocks_of_lines(file):
         _check_nesting_of_lines(block, number)
         if not is_utf8(block):
             raise not_utf8(file)
+        if _has_null(block):
+            _check_objects(block, number)
         types |= _types_in(block, options)
+        num_lines += _count_lines(block)
     try:
         table = _parse_lines(file.open, _BLOCK, types)
     except pa.ArrowInvalid:  # again in one block, whose rows the message counts
@@ -47,6 +54,9 @@ def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
             for block, number in _blocks_of_lines(file):
                 _check_objects(block, number, error)
             raise _located(error) from error
+    if table.num_rows > num_lines:
+        for block, number in _blocks_of_lines(file):
+            _check_objects(block, number)
 
     def integers_of(name: str) -> Iterator[int]:
         for block, _ in _blocks_of_lines(file):
@@ -73,7 +83,7 @@ def stream_json_lines(file: DataFile, options: ReadOptions) -> Iterator[pa.Table
 def _blocks_of_lines(file: DataFile) -> Iterator[tuple[bytes, int]]:
     """Yield whole lines, and the number of lines before them."""
     with file.open() as opened:
-        rest, number = b"", 0
+        rest, number = opened.read(len(BYTE_ORDER_MARK)).removeprefix(BYTE_ORDER_MARK), 0
         while content := opened.read(_STREAM_BLOCK):
             block, newline, rest = (rest + content).rpartition(b"\n")
             if newline:
@@ -91,27 +101,45 @@ def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions
     if not decodes and options.bad_rows is None:
         raise not_utf8(file)
     try:
-        if not decodes:
-            raise pa.ArrowInvalid("not UTF-8")
-        return _parse_lines(lambda: pa.BufferReader(block), _LARGEST_BLOCK, types)
+        if not decodes or _has_null(block):
+            raise pa.ArrowInvalid("not UTF-8, or a null")
+        table = _parse_lines(lambda: pa.BufferReader(block), _LARGEST_BLOCK, types)
+        if table.num_rows > _count_lines(block):
+            raise pa.ArrowInvalid("several objects in a line")
+        return table
     except pa.ArrowInvalid as error:
-        if options.bad_rows is None or _CHANGED.search(str(error)):
+        if options.bad_rows is None:
             _check_objects(block, number, error)
-            raise _located(error, number) from error
-    kept = []
-    for line in block.splitlines():
-        if _fault(line) is None:
-            kept.append(line)
-        else:
+            raise _located(error, range(number + 1, _LARGEST_BLOCK)) from error
+    kept = {}
+    for count, line in enumerate(block.split(b"\n"), number + 1):
+        if _fault(line) is not None:
             options.bad_rows.skip(file.path, line.decode(errors="replace"))
-    text = b"\n".join(kept or [b"{}"])  # Arrow reads no empty text
-    return _parse_lines(lambda: pa.BufferReader(text), _LARGEST_BLOCK, types)[: len(kept)]
+        elif line.strip():
+            kept[count] = line
+    text = b"\n".join(kept.values()) or b"{}"  # Arrow reads no empty text
+    try:
+        table = _parse_lines(lambda: pa.BufferReader(text), _LARGEST_BLOCK, types)
+    except pa.ArrowInvalid as error:
+        raise _located(error, [*kept]) from error
+    return table if kept else table[:0]
 
 
-def _located(error: pa.ArrowInvalid, number: int = 0) -> ArgumentError:
-    """Name the line in an error; `number` lines of the file are before its rows."""
+def _has_null(block: bytes) -> bool:
+    return _NULL.search(b"\n" + block) is not None
+
+
+def _count_lines(block: bytes) -> int:
+    """Return the number of lines that are not empty."""
+    return sum(map(bool, map(bytes.strip, block.split(b"\n"))))
+
+
+def _located(
+    error: pa.ArrowInvalid, lines: Sequence[int] = range(1, _LARGEST_BLOCK)
+) -> ArgumentError:
+    """Name the line in an error; `lines` are the numbers of the lines of its rows."""
     row = re.compile(r"in row (\d+)\.?")
-    text = row.sub(lambda row: f"in line {number + int(row[1]) + 1}", str(error))
+    text = row.sub(lambda row: f"in line {lines[int(row[1])]}", str(error))
     if "changed from" in text:
         text += ". Write all values of the column as one type, such as texts"
         if "/[]/" in text or "array" in text:
@@ -122,7 +150,7 @@ def _located(error: pa.ArrowInvalid, number: int = 0) -> ArgumentError:
     return ArgumentError(text)
 
 
-def _check_objects(block: bytes, number: int, error: pa.ArrowInvalid) -> None:
+def _check_objects(block: bytes, number: int, error: pa.ArrowInvalid | None = None) -> None:
     """Raise an error for the first line that is no JSON object."""
     lines = [] if _CHANGED.search(str(error)) else block.split(b"\n")
     for count, line in enumerate(lines, number + 1):
@@ -136,19 +164,56 @@ def _check_objects(block: bytes, number: int, error: pa.ArrowInvalid) -> None:
 
 
 def _fault(line: bytes) -> str | None:
-    """Return None for an empty line or a JSON object; for others what a reader may not see."""
-    if not is_utf8(line):
-        return ""
+    """Return None for an empty line or one JSON object; for others what a reader may not see."""
+    if not line.strip(b" \t\r"):
+        return None
     try:
-        if line.strip():
-            _parse_lines(lambda: pa.BufferReader(line), _LARGEST_BLOCK, {})
+        text = line.decode()
+        value = json.loads(
+            text, object_pairs_hook=_distinct, parse_int=str, parse_float=_without_large_exponent
+        )
+        if _HALF.search(line):
+            json.dumps(value, ensure_ascii=False).encode()
+    except ArgumentError as error:
+        return f": {error}"
+    except UnicodeEncodeError:
+        return ": a surrogate pair is invalid"
+    except UnicodeDecodeError:
+        return ""
+    except json.JSONDecodeError as error:
+        if line.strip().startswith(b"{") and _ONLY_ARROW.search(line):
+            return _fault_of_arrow(line)
+        several = error.msg == "Extra data" and text[error.pos] == "{"
+        return ": it has several objects" if several else ""
+    except OverflowError:
+        return _fault_of_arrow(line)
+    return None if isinstance(value, dict) else ""
+
+
+def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ArgumentError(f"the name {twice!r} is in an object twice")
+    return value
+
+
+def _without_large_exponent(number: str) -> str:
+    if _EXPONENT.search(number):
+        raise OverflowError
+    return number
+
+
+def _fault_of_arrow(line: bytes) -> str | None:
+    """Return what `_fault` does, by a slow reader that decides for numbers of rare forms."""
+    try:
+        is_one = _parse_lines(lambda: pa.BufferReader(line), _LARGEST_BLOCK, {}).num_rows == 1
     except pa.ArrowInvalid as error:
-        text = str(error).removeprefix("JSON parse error: ")
-        if _CHANGED.search(text):
+        if _CHANGED.search(str(error)):
             return None
-        hidden = "twice" in text or "surrogate" in text  # a name, or half of a pair
-        return re.sub(r"\.? in row 0\.?$", "", f": {text}") if hidden else ""
-    return None
+        return ": a number is too large for float64" if "too big" in str(error) else ""
+    return None if is_one else ""
 
 
 def _types_in(block: bytes, options: ReadOptions) -> dict[str, pa.DataType]:

@@ -269,6 +269,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             fitting.count_heldout(),
             fitting.name_clients(own),
             finish=self.finish_metrics,
+            is_private=configured_accountant(self.aggregator) is not None,
         )
 
     def name_clients(self, population: Partition) -> Sequence[str]:

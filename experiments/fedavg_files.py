@@ -23,11 +23,12 @@ from fedpax.deploy.batch_training import NEW, HeldoutClients
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_experiment import ClientExperiment
 from fedpax.experiments.parts.client_evaluation import (
+    LABEL_MEANS,
     EvaluateClients,
     finish_regression,
     heldout_of_files,
-    label_moments,
     measure_clients,
+    with_label_means,
 )
 from fedpax.experiments.parts.file_experiments import (
     INPUTS,
@@ -176,7 +177,9 @@ class FedAvgFiles(ClientExperiment):
 
     def at_site(self, clients: ClientRange) -> SiteRun:
         """Make a site's run, which can evaluate a model of each client's own."""
-        run = super().at_site(clients)._replace(notes=(*self.agreed, *self.prepared.cautions))
+        run = super().at_site(clients)
+        notes = (*self.agreed, *self.prepared.cautions)
+        run = run._replace(notes=notes, label_means=LABEL_MEANS)
         if not self.opened.heldout.any():
             return run
         evaluate = functools.cache(lambda: self.own_model_means(fine_tune=True))
@@ -250,19 +253,19 @@ class FedAvgFiles(ClientExperiment):
         parts = {"": table.heldout, NEW: of_new} if table.heldout.any() else {"": of_new}
         is_class = self.label.task == "classification"
         evaluations = {
-            prefix: (
-                evaluate(loss_fn, batches=self._batches(chosen)),
-                {} if is_class else label_moments(self.prepared.labels[chosen]),
-            )
+            prefix: evaluate(loss_fn, batches=self._batches(chosen))
             for prefix, chosen in parts.items()
             if chosen.any()
         }
+        if not is_class:
+            labels = self.prepared.labels
+            evaluations = {p: with_label_means(f, labels[parts[p]]) for p, f in evaluations.items()}
 
         def evaluate_parts(params: Params) -> dict[str, float]:
             return {
                 f"{prefix}{name}": value
-                for prefix, (evaluate_part, moments) in evaluations.items()
-                for name, value in {**evaluate_part(params), **moments}.items()
+                for prefix, evaluate_part in evaluations.items()
+                for name, value in evaluate_part(params).items()
             }
 
         return evaluate_parts

@@ -41,6 +41,9 @@ from fedpax.training.client_metrics import (
 from fedpax.training.evaluation import Batch, evaluate_by_client, placed_evaluator
 from fedpax.user_files.formats import FILE_NAME
 
+LABEL_MEANS = ("label", "label_squared", "label_error")
+"""The means with which `with_label_means` makes r2 possible, the error over the same examples."""
+
 EvaluateClients = Callable[[Params], ClientMetrics]
 """A function from a model's parameters to its metrics by client."""
 
@@ -170,26 +173,36 @@ def _with_label_moments(loss_fn: ModelLoss) -> ModelLoss:
     return with_moments
 
 
-def label_moments(labels: NDArray[np.floating]) -> dict[str, float]:
-    """Return the means of labels and of their squares."""
+def with_label_means(
+    evaluate: Callable[[Params], dict[str, float]], labels: NDArray[np.floating]
+) -> Callable[[Params], dict[str, float]]:
+    """Add `LABEL_MEANS` to the means of an evaluation."""
     wide = labels.astype(np.float64)
-    return {"label": wide.mean(), "label_squared": np.mean(wide**2)}
+    moments = {"label": wide.mean(), "label_squared": np.mean(wide**2)}
+
+    def evaluate_with_labels(params: Params) -> dict[str, float]:
+        means = evaluate(params)
+        return {**means, **moments, "label_error": means["loss"]}
+
+    return evaluate_with_labels
 
 
 def finish_regression(
     scale: float, means: Mapping[str, Any], rounding: float = 1e-12
 ) -> dict[str, Any]:
     """Make the error in the label's unit and the explained variance from means of each part."""
-    moments = ("label", "label_squared")
-    metrics = {name: x for name, x in means.items() if not name.endswith(moments)}
+    metrics = {name: x for name, x in means.items() if not name.endswith(LABEL_MEANS)}
     for part in [name.removesuffix("loss") for name in metrics if name.endswith("loss")]:
-        if not all(part + name in means for name in moments):
+        loss = means[f"{part}loss"]
+        metrics[f"{part}rmse"] = np.sqrt(loss) * scale
+        if not all(part + name in means for name in LABEL_MEANS[:2]):
             continue
-        loss, mean, squared = (means[part + name] for name in ("loss", *moments))
+        mean, squared = (means[part + name] for name in LABEL_MEANS[:2])
+        error = means.get(f"{part}label_error", loss)
         variance = squared - np.square(mean)
         # Equal labels have a variance of rounding errors alone.
         known = np.where(variance > rounding * squared, variance, np.nan)
-        metrics |= {f"{part}rmse": np.sqrt(loss) * scale, f"{part}r2": 1 - loss / known}
+        metrics[f"{part}r2"] = 1 - error / known
     return metrics
 
 

@@ -112,7 +112,13 @@ class Coordinator:
             tie_seconds=rules.round_seconds,
         )
         self._evaluation = SiteEvaluation(
-            exchange, self._log, self._watch, rules.round_seconds, stop_now, self._finish
+            exchange,
+            self._log,
+            self._watch,
+            rules.round_seconds,
+            stop_now,
+            self._finish,
+            secure_sums=rules.secure_sums,
         )
 
     @property

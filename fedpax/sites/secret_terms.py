@@ -46,6 +46,11 @@ class SecretTerms:
         self._name, self._least = name, least_sites
         self._sums = SiteSums(least_sites or 3, signer)
 
+    @property
+    def is_required(self) -> bool:
+        """Tell whether the site sends its terms in secure sums alone."""
+        return self._least > 0
+
     def answer(self, header: Json) -> Json:
         """Answer a phase in which no values are sent."""
         try:

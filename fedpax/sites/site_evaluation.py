@@ -45,7 +45,10 @@ class SiteEvaluation:
         round_seconds: float,
         stop: Callable[[], bool],
         finish: Finish,
+        *,
+        secure_sums: bool,
     ) -> None:
+        self._secure_sums = secure_sums  # then sites send no means of labels
         self._exchange, self._log, self._watch, self._finish = exchange, log, watch, finish
         self._round_seconds, self._stop = round_seconds, stop
         self._with_model: set[str] = set()  # sites that have the model of the last round
@@ -59,6 +62,7 @@ class SiteEvaluation:
             return
         arrays = numbered(SHARED, jax.tree.leaves(params))
         header = {"task": EVALUATION, "stage": 0, "last_stage": 0, "save": last}
+        header["secure_sums"] = self._secure_sums
         task = Task(
             new_token(),
             header,

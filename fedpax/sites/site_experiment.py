@@ -84,6 +84,9 @@ class SiteRun(NamedTuple):
         notes: lines to print.
         finish: as of `CoordinatorRun`.
         heldout_parts: the number of examples of means whose names have a prefix, by prefix.
+        label_means: last words of the names of means of labels: of few examples, or of a run whose
+            sums hide a site's values, they stay at the site.
+        is_private: whether the aggregator is private.
     """
 
     algorithm: FederatedAlgorithm
@@ -99,6 +102,8 @@ class SiteRun(NamedTuple):
     notes: Sequence[str] = ()
     finish: Finish = dict
     heldout_parts: Mapping[str, int] = {}
+    label_means: tuple[str, ...] = ()
+    is_private: bool = False
 
 
 @runtime_checkable

@@ -16,6 +16,7 @@ from fedpax.sites.coordinator_program import batch_types, divide
 from fedpax.sites.round_rules import weigh
 from fedpax.sites.secret_terms import TASK as SUM
 from fedpax.sites.secret_terms import SecretTerms, Uplink
+from fedpax.sites.site_evaluation import Heldout
 from fedpax.sites.site_experiment import (
     FINE_TUNED,
     ClientRange,
@@ -48,6 +49,9 @@ Arrays = Mapping[str, np.ndarray]
 
 UNSENT = "\0 what the sums of this site have lost"
 """The name of the losses of sums beside the states of clients; no file has this name."""
+
+LEAST_LABELS = 10
+"""The fewest held-out examples of which a site sends means of labels: two means give two labels."""
 
 MAX_CLIENTS = 10_000_000
 MOST_QUESTIONS = 20
@@ -308,9 +312,15 @@ class SiteWorker:
             measured |= {f"{FINE_TUNED}_{name}": value for name, value in own.items()}
         means = {name: float(value) for name, value in measured.items()}
         self._on_metrics(header["round"], dict(run.finish(means)))
-        finite = {name: x if np.isfinite(x) else None for name, x in means.items()}
-        parts = dict(run.heldout_parts)
-        return {"metrics": finite, "examples": run.num_heldout, "parts": parts}
+        is_hidden = run.is_private or self._sums.is_required or header.get("secure_sums", True)
+        heldout = Heldout(run.num_heldout, dict(run.heldout_parts), means)
+        sent = {
+            name: x if np.isfinite(x) else None
+            for name, x in means.items()
+            if not name.endswith(run.label_means)
+            or not (is_hidden or heldout.count(name) < LEAST_LABELS)
+        }
+        return {"metrics": sent, "examples": heldout.examples, "parts": heldout.parts}
 
     def _evaluate_personal(self, params: Params) -> dict[str, Any]:
         """Evaluate the own models of clients, with the states that they keep."""

@@ -1,6 +1,7 @@
 """The metrics of all held-out examples together: as if they were in one place."""
 
 import csv
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,21 @@ from fedpax.experiments.fedavg_table import FedAvgTable
 from fedpax.experiments.fedavg_words import fedadam_stackoverflow
 from fedpax.experiments.parts.client_evaluation import finish_perplexity, finish_regression
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.settings.client_aggregators import aggregator
 from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.settings.table_data import TableConfig
+from fedpax.sites.secret_terms import SecretTerms
 from fedpax.sites.site_evaluation import Heldout, _weighted_mean
+from fedpax.sites.site_worker import LEAST_LABELS, SiteWorker
+from fedpax.sites.tasks import EVALUATION, SHARED, numbered
 from fedpax.training.training_config import TrainingConfig
-from sites.federation import run
+from fedpax.transport.message import Message
+from sites.federation import Line, run
 
 SITES = {"a": (60, 45), "b": (90,), "c": (25, 50, 30)}
 
 
-def write_meters(folder: Path) -> None:
+def write_meters(folder: Path, times: int = 1) -> None:
     """Write consumptions, whose level and spread differ between sites."""
     random, number = np.random.default_rng(0), 0
     for place, (site, counts) in enumerate(SITES.items()):
@@ -32,7 +38,7 @@ def write_meters(folder: Path) -> None:
             with (folder / site / f"{site}_{number}.csv").open("w", newline="") as file:
                 table = csv.writer(file)
                 table.writerow(["temperature", "consumption"])
-                for _ in range(count):
+                for _ in range(count * times):
                     temperature = random.normal(10 + place, 5)
                     noise = random.normal(0, 1 + 3 * place)
                     used = 40 + 25 * place - 0.7 * temperature + noise
@@ -50,7 +56,8 @@ def experiment(*files: str, heldout_clients: float = 0.0) -> FedAvgTable:
 
 @pytest.mark.parametrize("heldout_clients", [0.0, 0.6])
 def test_rmse_and_r2_equal_those_of_all_files(tmp_path: Path, heldout_clients: float) -> None:
-    write_meters(tmp_path / "data")
+    # Each part of a site has enough held-out examples that its labels' means are sent.
+    write_meters(tmp_path / "data", 3 if heldout_clients else 1)
 
     def make(*files: str) -> FedAvgTable:
         return experiment(*files, heldout_clients=heldout_clients)
@@ -75,6 +82,73 @@ def test_rmse_and_r2_equal_those_of_all_files(tmp_path: Path, heldout_clients: f
     assert not [name for name in line if "label" in name]
     mean = np.mean([line[f"site/{site}/r2"] for site in SITES])
     assert abs(line["r2"] - mean) > 0.05
+
+
+def no_effect(*_: Any) -> None:
+    """Take a value."""
+
+
+class Listening(Line):
+    """A line that keeps the means that a site sends."""
+
+    means: dict[str, float]
+
+    def call(self, message: Message, timeout: float) -> Message:
+        if "metrics" in message.header.get("fields", {}):
+            self.means = message.header["fields"]["metrics"]
+        return super().call(message, timeout)
+
+
+def test_few_labels_stay_at_the_site(tmp_path: Path) -> None:
+    write_meters(tmp_path / "data")
+    (few := tmp_path / "data" / "few").mkdir()
+    lines = (tmp_path / "data" / "a" / "a_1.csv").read_text().splitlines()
+    (few / "few_1.csv").write_text("\n".join(lines[:15]) + "\n")
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv") for s in (*SITES, "few")}
+    outcome = run(experiment(), sites, tmp_path / "runs", lines=dict.fromkeys(sites, Listening))
+    counts = {s: int(sites[s].opened.heldout.sum()) for s in sites}
+    assert 0 < counts["few"] < LEAST_LABELS
+    for site, line in outcome.lines.items():
+        labels = {"label", "label_squared", "label_error"}
+        assert labels & line.means.keys() == (set() if site == "few" else labels), site
+    (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "evaluation")
+    (own,) = select(read_metrics(tmp_path / "runs" / "few"), "evaluation")
+    assert "r2" in own and "site/few/r2" not in line
+    assert line["site/few/rmse"] == pytest.approx(own["rmse"])
+    # The loss is of all sites, and r2 of those that send means of labels.
+    means = {s: x.means for s, x in outcome.lines.items()}
+    assert line["loss"] == pytest.approx(
+        sum(counts[s] * means[s]["loss"] for s in sites) / sum(counts.values())
+    )
+    total = sum(counts[s] for s in SITES)
+    label, squared, loss = (
+        sum(counts[s] * means[s][name] for s in SITES) / total
+        for name in ("label", "label_squared", "loss")
+    )
+    assert line["r2"] == pytest.approx(1 - loss / (squared - label**2))
+
+
+@pytest.mark.parametrize("hidden_by", ["nothing", "only_sums_of", "secure_sums", "private_mean"])
+def test_labels_stay_at_a_site_whose_values_are_hidden(tmp_path: Path, hidden_by: str) -> None:
+    write_meters(tmp_path / "data")
+    made = experiment(f"{tmp_path}/data/a/*.csv")
+    if hidden_by == "private_mean":
+        private = aggregator("private_mean", max_norm=1.0, noise_multiplier=1.0)
+        data = dataclasses.replace(
+            made.data, columns=("temperature=number(-50..50)", "consumption=number(0..150)")
+        )
+        made = dataclasses.replace(made, aggregator=private, data=data)
+    sums = SecretTerms("a", 3 if hidden_by == "only_sums_of" else 0)
+    worker = SiteWorker(made, tmp_path, seed=0, save=no_effect, on_metrics=no_effect, sums=sums)
+    worker.set_inputs(made.inputs)
+    run_of_site = worker._whole_run
+    assert run_of_site is not None
+    leaves = jax.tree.leaves(run_of_site.init(jax.random.key(0)))
+    header = {"task": EVALUATION, "counted": None, "token": "t", "round": 1, "save": False}
+    header |= {"secure_sums": hidden_by == "secure_sums"}
+    fields, _ = worker.work(header, numbered(SHARED, [np.asarray(x) for x in leaves]))
+    assert "loss" in fields["metrics"]
+    assert ("label" in fields["metrics"]) == (hidden_by == "nothing")
 
 
 def together(finish: Any, *sites: tuple[int, dict[str, float]]) -> dict[str, float]:
@@ -108,3 +182,4 @@ def test_labels_that_are_equal_have_no_r2() -> None:
     means = {"loss": 4.0, "label": 0.1, "label_squared": 0.1**2}
     metrics = finish_regression(3.0, means)
     assert metrics["rmse"] == 6.0 and math.isnan(metrics["r2"])
+    assert finish_regression(3.0, {"loss": 4.0}) == {"loss": 4.0, "rmse": 6.0}

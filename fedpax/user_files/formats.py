@@ -81,7 +81,7 @@ FORMATS = {
     ".ndjson": JSON_LINES,
     ".json": Format("json_files:read_json", b"", varies=True, can_omit=True),
     ".arrow": ARROW,
-    ".feather": ARROW._replace(is_mapped=False),  # it can be compressed
+    ".feather": ARROW._replace(is_mapped=False, in_folder=0),  # it can be compressed
     ".npz": Format("array_files:read_npz", ZIP, is_compressed=True),
     ".tfrecord": TFRECORD,
     ".tfrecords": TFRECORD,

@@ -145,3 +145,15 @@ def test_two_stars_are_folders_at_any_depth(tmp_path: Path, base: str) -> None:
         assert {k: v.tolist() for k, v in zip(names, values, strict=True)} == expected
     with pytest.raises(ValueError, match=r"has \*\* behind a name in braces"):
         load(f"{root}/{{client}}/**/*.csv")
+
+
+def test_the_first_suffix_that_a_folder_has_is_read(tmp_path: Path) -> None:
+    """Files of .feather were read before those of .arrow, .jsonl and .csv."""
+    feather.write_feather(pa.table({"x": [0]}), tmp_path / "a.feather")
+    message = r"files that end with \.parquet, \.arrow, \.jsonl, \.csv\. Name"
+    with pytest.raises(FileNotFoundError, match=message):
+        load(tmp_path)
+    for value, suffix in enumerate([".csv", ".jsonl", ".arrow", ".parquet"], 1):
+        reader = FORMATS[suffix].read
+        WRITERS[reader](np.array([value]), tmp_path / f"b{suffix}")
+        assert load(tmp_path).column("x").tolist() == [value]

@@ -160,8 +160,10 @@ def _note_chats(source: Any) -> list[str]:
         keys = {field.name for field in item} if isinstance(item, pa.StructType) else set()
         if not ({"role", "content"} <= keys or {"from", "value"} <= keys):
             continue
-        chats = [[*map(with_role, chat or ())] for chat in column.to_pylist()]
+        values = [chat or () for chat in column.to_pylist()]
+        chats = [[with_role(m) for m in chat if m is not None] for chat in values]
         roles = [[m.get("role") for m in chat] for chat in chats]
+        nulls = sum(map(len, values)) - sum(map(len, chats))
         messages = [m for chat in chats for m in chat if not m.get("tool_calls")]
         answers = [m.get("content") for m in messages if m.get("role") == "assistant"]
         counts = Counter(itertools.chain(*roles)).most_common(5)
@@ -169,7 +171,8 @@ def _note_chats(source: Any) -> list[str]:
             f"{name}: {count_of(len(chats), 'conversation')}, messages by role: "
             f"{', '.join(f'{role} {n:,}' for role, n in counts)}. Without an assistant: "
             f"{sum('assistant' not in own for own in roles):,}; answers of null: "
-            f"{answers.count(None):,} (training raises at both); empty answers: {answers.count('')}"
+            f"{answers.count(None):,}; messages of null: {nulls:,} (training raises at each); "
+            f"empty answers: {answers.count('')}"
         )
     return notes
 

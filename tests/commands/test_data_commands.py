@@ -264,10 +264,12 @@ def test_conversations_are_counted_as_training_reads_them(command: Command, tmp_
             {"m": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]}
         )
 
-    rows = [chat("a", "b"), chat("a", None), chat("a"), chat("a", ""), '{"m": null}', chat("", "b")]
+    rows = [chat("a", "b"), chat("a", None), chat("a"), chat("a", ""), '{"m": null}']
+    rows.append(chat("", "b").replace("}]", "}, null, null]"))  # null ended in an AttributeError
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     output = command("data", f"{tmp_path}/a.jsonl")[1]
     assert (
         "m: 6 conversations, messages by role: user 5, assistant 4. Without an assistant: 2; "
-        "answers of null: 1 (training raises at both); empty answers: 1" in output
+        "answers of null: 1; messages of null: 2 (training raises at each); empty answers: 1"
+        in output
     )

@@ -214,7 +214,7 @@ def test_arrow_parses_no_line_of_a_common_form_alone(
     original = json_files._parse_lines
     monkeypatch.setattr(json_files, "_parse_lines", parse)
     (tmp_path / "a.jsonl").write_text(
-        '{"a": 0.5, "t": "\\u00e9"}\n' * 99 + '["x"]\n{"a": 1, "a": 2}'
+        '{"a": 1e-300, "t": "\\u00e9"}\n' * 99 + '["x"]\n{"a": 1, "a": 2}'
     )
     prepared = prepare(tmp_path / "a.jsonl", tmp_path / "prepared", on_bad_row="skip")
     assert len(prepared.source) == 99 and len(calls) < 10

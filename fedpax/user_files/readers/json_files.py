@@ -30,7 +30,7 @@ _CHANGED = re.compile(r"Column\(/.*changed from")  # an error of Arrow: a value 
 _NULL = re.compile(rb"\n[ \t\r]*null")  # as the first row it ends the process in pyarrow
 _ONLY_ARROW = re.compile(rb"-NaN|Inf(?!inity)")  # numbers that Python's parser does not read
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a surrogate pair
-_EXPONENT = re.compile(r"[eE][+-]?\d{3}")
+_EXPONENT = re.compile(r"[eE]\+?\d{3}")  # that can be too large
 _AS_TEXTS = "Write the values of {name!r} as texts"
 
 

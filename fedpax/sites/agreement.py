@@ -144,6 +144,7 @@ class Agreement:
         self._experiment, self._folder, self._exchange = experiment, folder, exchange
         self._calls, self._watch, self._progress, self._stop = calls, watch, progress, stop
         exchange.find_misfit = self._find_misfit
+        self._told_empty: set[tuple[str, str]] = set()  # sites and columns
         self._least_clients: int = getattr(experiment, "least_clients", 1)
 
     def has_enough(self, number: int, *, ready: bool = True) -> bool:
@@ -193,20 +194,22 @@ class Agreement:
             for name, value in dict(known).items()
         ]
 
-    def _find_misfit(self, site: SiteRecord) -> str | None:
+    def _find_misfit(self, site: str, description: Json) -> str | None:
         """Return how a site differs from what the first sites agreed on; tell empty columns."""
         agreed: dict[str, str] = {}
         for name, value, is_needed, remedy in self._exchange.agreed:
             kind = Needed if is_needed else Remedied
             agreed[name if remedy is None else kind(name, remedy)] = value
         try:
-            own = self._experiment.shared_properties(site.description)
+            own = self._experiment.shared_properties(description)
         except _MALFORMED as error:
             return _malformed(error)
-        votes = {"": agreed, site.name: own}
-        reason = count_votes(votes, agreed, "the first sites have").refused.get(site.name)
-        for name in [n for n, x in own.items() if x is None and n in agreed and reason is None]:
-            self._progress.note(f"site {site.name}: {name} has no value there")
+        votes = {"": agreed, site: own}
+        reason = count_votes(votes, agreed, "the first sites have").refused.get(site)
+        empty = {(site, n) for n, x in own.items() if x is None and n in agreed and reason is None}
+        for _, name in sorted(empty - self._told_empty):
+            self._progress.note(f"site {site}: {name} has no value there")
+        self._told_empty |= empty
         return reason
 
     def _compare(self, present: Sequence[SiteRecord]) -> tuple[dict[str, str], str | None]:

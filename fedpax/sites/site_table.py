@@ -128,7 +128,8 @@ class SiteTable:
         self.num_clients = 0  # of all sites, also of those that left
 
     def __iter__(self) -> Iterator[SiteRecord]:
-        return iter([self._sites[name] for name in sorted(self._sites)])
+        sites = self._sites
+        return iter([sites[name] for name in sorted(sites)])
 
     def get(self, name: str) -> SiteRecord | None:
         """Return a site, or None if there is none of this name."""
@@ -142,6 +143,17 @@ class SiteTable:
             site.first, site.count = self.num_clients, count
             self.num_clients += count
         return site
+
+    def forget(self, name: str) -> SiteRecord | None:
+        """Forget a site that was never ready and has the last numbers; return one that stays."""
+        site = self._sites.get(name)
+        if site is None or site.types or site.rounds or site.releases:
+            return site
+        if site.first + site.count < self.num_clients:
+            return site
+        self._sites = {other: each for other, each in self._sites.items() if other != name}
+        self.num_clients = site.first
+        return None
 
     def keep(self, sites: Sequence[SiteRecord]) -> None:
         """Forget other sites, and number clients by the names of sites, not by their arrival."""

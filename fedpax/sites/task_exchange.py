@@ -63,14 +63,13 @@ class TaskExchange:
     ) -> None:
         self._most_clients = clients_per_site
         self._identity, self.sites, self._rounds, self.run = identity, sites, rounds, run
-        self._heartbeat, self._on_fault = heartbeat_seconds, on_fault
-        self._down = down
+        self._heartbeat, self._on_fault, self._down = heartbeat_seconds, on_fault, down
         self._changed = threading.Condition()
         self._task: Task | None = None
         self._replies: dict[str, SiteReply] = {}
         self.inputs: Json | None = None  # what all sites share, once they agree
         self.agreed: list[Any] = []  # what they have in common, as `Agreement` lists it
-        self.find_misfit: Callable[[SiteRecord], str | None] = lambda site: None
+        self.find_misfit: Callable[[str, Json], str | None] = lambda name, description: None
         self.types: Json | None = None  # of a batch
         self.round, self.finished, self.waits_for = 0, False, "sites"
         self.sent_bytes = self.received_bytes = 0
@@ -91,7 +90,7 @@ class TaskExchange:
             "work": self._work,
             "ready": self._ready,
             "offer": self._offer,
-            "heartbeat": self._note,
+            "heartbeat": lambda site, *_: self._answer(site, status="ok"),
             "leave": self._leave,
         }
         if kind not in ("join", "reply", *kinds):
@@ -166,6 +165,8 @@ class TaskExchange:
             return Message({"status": "wait", "reason": reason})
         if self.finished and known is None:
             raise RefusedError("the run is finished, and this site was not part of it.")
+        if self.inputs is not None and (misfit := self.find_misfit(name, description)):
+            self._refuse_now(name, incarnation, misfit)
         site = self.sites.add(name, count)
         if self._task is not None and is_renumbered and name in self._task.own:
             self._replies[name] = SiteReply({"fault": "it has joined with other clients"}, {})
@@ -180,8 +181,7 @@ class TaskExchange:
         if self.types is not None and types != self.types:
             ours, stated = shorten_types(types), shorten_types(self.types)
             reason = f"its batches are {ours}, expected {stated}"
-            self.refuse({site.name: reason}, is_told=False)
-            self._check_is_not_refused(site.name, site.incarnation)
+            self._refuse_now(site.name, site.incarnation, reason)
         site.types, site.ready = types, True
         return self._answer(site, status="ok")
 
@@ -189,9 +189,8 @@ class TaskExchange:
         deadline, had_inputs = time.monotonic() + LONGEST_WAIT, request.flag("inputs")
         while True:
             if self.inputs is not None and not had_inputs:
-                if (reason := self.find_misfit(site)) is not None:
-                    self.refuse({site.name: reason}, is_told=False)
-                    self._check_is_not_refused(site.name, site.incarnation)
+                if (reason := self.find_misfit(site.name, site.description)) is not None:
+                    self._refuse_now(site.name, site.incarnation, reason)
                 return self._answer(site, status="inputs", inputs=self.inputs)
             task = self._task
             if task is not None and site.name in task.own and site.name not in self._replies:
@@ -285,9 +284,6 @@ class TaskExchange:
         write_message(path, Message({}, arrays), sync=False)
         return SiteReply(fields, path), None
 
-    def _note(self, site: SiteRecord, request: CheckedHeader, arrays: Any) -> Message:
-        return self._answer(site, status="ok")
-
     def _leave(self, site: SiteRecord, request: CheckedHeader, arrays: Any) -> Message:
         site.left, site.failed = True, request.flag("failed")
         site.heard_end = site.heard_end or self.finished
@@ -318,12 +314,20 @@ class TaskExchange:
             ranges = {s.name: range(s.first, s.first + s.count) for s in self.present()}
             return ranges, self.sites.num_clients
 
-    def refuse(self, reasons: Mapping[str, str], *, is_told: bool = True) -> None:
+    def _refuse_now(self, name: str, incarnation: str, reason: str) -> None:
+        """Refuse the process that calls; raises."""
+        self._refused[name] = incarnation, reason, False
+        if (site := self.sites.forget(name)) is not None:
+            site.left, site.ready = True, False
+        self._changed.notify_all()
+        self._check_is_not_refused(name, incarnation)
+
+    def refuse(self, reasons: Mapping[str, str]) -> None:
         """Refuse the processes of sites from now on; a site can be started again."""
         with self._changed:
             for name, reason in reasons.items():
                 if (site := self.sites.get(name)) is not None:
-                    self._refused[name] = site.incarnation, reason, is_told
+                    self._refused[name] = site.incarnation, reason, True
                     site.left, site.ready = True, False
             self._changed.notify_all()
 

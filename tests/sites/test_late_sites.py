@@ -14,6 +14,10 @@ from fedpax.run_files.configuration import read_configuration, write_configurati
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_files import read_federation
+from fedpax.sites.site_process import Identity
+from fedpax.sites.site_table import SiteTable
+from fedpax.sites.task_exchange import TaskExchange
+from fedpax.transport.calls import RefusedError
 from fedpax.transport.message import Message
 from sites.federation import Federation, Line, run, write_hospitals
 from sites.test_equals_training import experiment
@@ -42,7 +46,7 @@ class Lasting(Line):
 
     def _is_settled(self) -> bool:
         site = self._exchange.sites.get("late")
-        return site is not None and (site.ready or site.left)
+        return self._exchange.has_refused or (site is not None and site.ready)
 
 
 def change(folder: Path, edit: Callable[[dict[str, str]], dict[str, str]]) -> None:
@@ -91,6 +95,10 @@ def test_a_late_site_with_other_columns_is_refused(tmp_path: Path, edit: Any, wo
     assert f"site 'late': {words}" in outcome.refused["late"]
     lines = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
     assert [line["sites"] for line in lines] == [2, 2, 2]
+    # Its clients are not in the population, whose size divides a private mean.
+    saved = read_federation(tmp_path / "runs" / "coordinator")
+    assert saved is not None and [site["name"] for site in saved["sites"]] == ["a", "b"]
+    assert outcome.coordinator.exchange.sites.num_clients == 3
 
 
 def test_a_late_site_with_an_empty_column_is_told(tmp_path: Path, notes: list[str]) -> None:
@@ -119,6 +127,34 @@ def test_a_resumed_coordinator_compares_with_what_is_saved(tmp_path: Path) -> No
         may_be_refused=["late"],
     )
     assert "the column 'sex' is 'number:mean' at this site" in outcome.refused["late"]
+
+
+@pytest.mark.parametrize("had_round", [False, True])
+def test_only_a_site_without_rounds_leaves_the_population(had_round: bool) -> None:
+    identity = Identity("v", {}, {})
+    exchange = TaskExchange(identity, SiteTable(60.0), rounds=1, run="run")
+
+    def call(name: str, kind: str, **fields: Any) -> Message:
+        return exchange.handle(
+            "", Message({"kind": kind, "site": name, "incarnation": "i", **fields}, {})
+        )
+
+    for name in "ab":
+        call(name, "join", identity=identity._asdict(), description={"clients": 2})
+    site = exchange.sites.get("b")
+    assert site is not None
+    site.rounds = int(had_round)
+    exchange.find_misfit = lambda name, description: "other columns" if name == "b" else None
+    exchange.inputs = {}  # agreed on without "b"
+    assert call("a", "work", inputs=False).header["status"] == "inputs"
+    with pytest.raises(RefusedError, match="refuses site 'b': other columns"):
+        call("b", "work", inputs=False)
+    assert (exchange.sites.get("b") is site) == had_round
+    assert exchange.sites.num_clients == (4 if had_round else 2)
+    for name in "ca":  # other clients keep their numbers
+        call(name, "join", identity=identity._asdict(), description={"clients": 1 + (name == "a")})
+    firsts = {each.name: each.first for each in exchange.sites}
+    assert firsts == ({"a": 0, "b": 2, "c": 4} if had_round else {"a": 0, "c": 2})
 
 
 def test_no_number_of_values_is_told(tmp_path: Path) -> None:

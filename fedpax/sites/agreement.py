@@ -144,6 +144,11 @@ class Agreement:
         self._experiment, self._folder, self._exchange = experiment, folder, exchange
         self._calls, self._watch, self._progress, self._stop = calls, watch, progress, stop
         exchange.find_misfit = self._find_misfit
+        if exchange.agreed is None:
+            progress.note(
+                "the run began with an earlier version of fedpax: the columns of sites that join "
+                "late or return are not compared"
+            )
         self._told_empty: set[tuple[str, str]] = set()  # sites and columns
         self._least_clients: int = getattr(experiment, "least_clients", 1)
 
@@ -197,7 +202,7 @@ class Agreement:
     def _find_misfit(self, site: str, description: Json) -> str | None:
         """Return how a site differs from what the first sites agreed on; tell empty columns."""
         agreed: dict[str, str] = {}
-        for name, value, is_needed, remedy in self._exchange.agreed:
+        for name, value, is_needed, remedy in self._exchange.agreed or ():
             kind = Needed if is_needed else Remedied
             agreed[name if remedy is None else kind(name, remedy)] = value
         try:

@@ -122,7 +122,7 @@ def _open_exchange(
     )
     if saved is not None:
         sites.restore(saved["sites"])
-        exchange.inputs, exchange.agreed = saved["inputs"], saved.get("agreed", [])
+        exchange.inputs, exchange.agreed = saved["inputs"], saved.get("agreed")
     return exchange
 
 

@@ -68,7 +68,7 @@ class TaskExchange:
         self._task: Task | None = None
         self._replies: dict[str, SiteReply] = {}
         self.inputs: Json | None = None  # what all sites share, once they agree
-        self.agreed: list[Any] = []  # what they have in common, as `Agreement` lists it
+        self.agreed: list[Any] | None = []  # as `Agreement` lists it; None: it was not saved
         self.find_misfit: Callable[[str, Json], str | None] = lambda name, description: None
         self.types: Json | None = None  # of a batch
         self.round, self.finished, self.waits_for = 0, False, "sites"

@@ -145,7 +145,7 @@ def run(
     )
     if (saved := read_federation(own_folder)) is not None:
         exchange.run, exchange.inputs = saved["run"], saved["inputs"]
-        exchange.agreed = saved["agreed"]
+        exchange.agreed = saved.get("agreed")
         table.restore(saved["sites"])
     with contextlib.ExitStack() as stack:
         coordinator = stack.enter_context(

@@ -13,7 +13,8 @@ from fedpax.main import main
 from fedpax.run_files.configuration import read_configuration, write_configuration
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.round_rules import RoundRules
-from fedpax.sites.site_files import read_federation
+from fedpax.sites.run_coordinator import _open_exchange
+from fedpax.sites.site_files import read_federation, write_federation
 from fedpax.sites.site_process import Identity
 from fedpax.sites.site_table import SiteTable
 from fedpax.sites.task_exchange import TaskExchange
@@ -127,6 +128,31 @@ def test_a_resumed_coordinator_compares_with_what_is_saved(tmp_path: Path) -> No
         may_be_refused=["late"],
     )
     assert "the column 'sex' is 'number:mean' at this site" in outcome.refused["late"]
+
+
+def test_a_run_of_an_earlier_version_says_that_it_does_not_compare(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    told = "the run began with an earlier version of fedpax: the columns of sites that join late"
+    for rounds, names in ((1, "ab"), (2, SIZES)):
+        sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=rounds) for s in names}
+        assert not [note for note in notes if told in note]
+        run(experiment(rounds=rounds), sites, tmp_path / "runs", done=rounds - 1)
+        saved = read_federation(folder := tmp_path / "runs" / "coordinator")
+        assert saved is not None and bool(saved["agreed"]) == (rounds == 1)
+        exchange = _open_exchange(
+            experiment(rounds=rounds),
+            folder,
+            RoundRules(2, 60.0),
+            SiteTable(60.0),
+            {name: value for name, value in saved.items() if name != "agreed"},
+            None,
+            1.0,
+        )
+        assert exchange.agreed is None
+        write_federation(folder, exchange, exchange.inputs)
+    assert len([note for note in notes if told in note]) == 1
 
 
 @pytest.mark.parametrize("had_round", [False, True])

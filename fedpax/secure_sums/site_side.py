@@ -222,7 +222,7 @@ class SiteSums:
     ) -> Message:
         """Answer a request of the coordinator; `encode` makes the values that are summed."""
         if request is None and (self._side is None or session != self._side.session):
-            self._values = {}  # those of an earlier sum are not sent again
+            self._values = {}  # the values of an earlier sum are not sent again
             self._side = SiteSide(
                 name,
                 session,

@@ -101,7 +101,7 @@ class RoundLogger:
         spiked = values.pop("spikes", None)
         self._uploaded_bytes += values.get(UPLOADED_BYTES, math.nan) / self._num_participants
         loss, nobody, is_spike = values["loss"], bool(values.pop(EMPTY, 0)), False
-        if nobody:  # its loss is 0, the mean of nothing, and it is no spike
+        if nobody:  # the mean of no losses is 0; such a round is no spike
             values["loss"] = loss = math.nan
         else:
             recorded = None if spiked is None else bool(spiked)

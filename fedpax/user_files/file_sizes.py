@@ -1,4 +1,4 @@
-"""How much memory files take as columns, and errors if it exceeds the memory."""
+"""Estimate the memory that files take as columns; raise if the machine has less."""
 
 import contextlib
 import os

@@ -17,7 +17,7 @@ IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 
 
 class Format(NamedTuple):
-    """What is known of a format; functions of `readers/` are named as `module:function`."""
+    """The facts of a format; functions of `readers/` are named as `module:function`."""
 
     read: str  # reads a file
     signature: bytes  # with which each file begins. b"": none

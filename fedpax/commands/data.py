@@ -109,7 +109,7 @@ def prepare(arguments: Sequence[str]) -> int:
         print_error(f"Skipped {count_of(count, 'row')} of {path}, the first of them {first!r}.")
     if (more := len(prepared.skipped) - _MOST_FILES) > 0:
         print_error(f"Skipped rows of {count_of(more, 'more file')}.")
-    for line in prepared.source.notes:
+    for line in prepared.notes:
         print_line(line)
     clients = (
         "" if prepared.num_clients is None else f" of {count_of(prepared.num_clients, 'client')}"

@@ -105,7 +105,8 @@ class _BatchLoop:
         self.progress = enter(open_progress(experiment, exp, done, item_unit=self.run.item_unit))
         self.tracker = enter(track(experiment, folder, exp, note=self.progress.note))
         self.checkpoints = enter(Checkpoints(folder, keep=self.training.keep_checkpoints))
-        self.state, num_parameters = self._restore()
+        self.size = jax.tree.leaves(self.run.cohort_shapes)[0].shape[0]
+        self.state = self._restore()
         metrics = MetricsWriter(folder, after=done, listener=self.tracker.add)
         self.metrics = enter(metrics)
         self.logger = RoundLogger(
@@ -118,12 +119,12 @@ class _BatchLoop:
             stop_on_non_finite=self.training.stop_on_non_finite,
         )
         experiment.write_configuration(folder, exp)
-        size = jax.tree.leaves(self.run.cohort_shapes)[0].shape[0]
-        self.logger.log_run(num_parameters, size, self.run.item_unit)
+        num_parameters = sum(leaf.size for leaf in jax.tree.leaves(self.like.params))
+        self.logger.log_run(num_parameters, self.size, self.run.item_unit)
         shapes = self.like, self.run.cohort_shapes
         with jax.set_mesh(self.run.mesh):
             _, named = jax.eval_shape(self.run.algorithm.round, *shapes)
-        for line in (*self.run.notes, *describe_aggregator(self.run, self.like, named, size)):
+        for line in (*self.run.notes, *describe_aggregator(self.run, self.like, named, self.size)):
             if not line.startswith("simulated in one program"):
                 self.progress.note(line)
 
@@ -164,19 +165,17 @@ class _BatchLoop:
             )
         return run
 
-    def _restore(self) -> tuple[Any, int]:
-        """Restore or make the state, and return it with the number of parameters."""
+    def _restore(self) -> Any:
+        """Restore or make the state."""
         run = self.run
         params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
-        shapes = jax.eval_shape(run.algorithm.init, params)
-        size = jax.tree.leaves(run.cohort_shapes)[0].shape[0]
-        self.like = with_shardings(shapes, run_state_shardings(run, params, shapes, size))
-        num_parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
         with jax.set_mesh(run.mesh):
+            shapes = jax.eval_shape(run.algorithm.init, params)
+            self.like = with_shardings(shapes, run_state_shardings(run, params, shapes, self.size))
             if self.done:
-                return self.checkpoints.restore_state(self.like, size), num_parameters
+                return self.checkpoints.restore_state(self.like, self.size)
             initial = None if run.initial is None else run.initial.load()
-            return init_state(run, self.like, self.training.seed, initial), num_parameters
+            return init_state(run, self.like, self.training.seed, initial)
 
     def _train_until(self, last: int, clients: Callable[[], Clients]) -> None:
         """Run the job of the rounds up to the last one, and log them."""
@@ -209,8 +208,7 @@ class _BatchLoop:
         self.metrics.sync()
         cohorts: Any = self.run.cohorts
         position = {**cohorts.get_state(), "round": self.done}  # nothing is drawn here
-        size = jax.tree.leaves(self.run.cohort_shapes)[0].shape[0]
-        self.checkpoints.save(self.done, self.state, position, to_json(self.experiment), size)
+        self.checkpoints.save(self.done, self.state, position, to_json(self.experiment), self.size)
         self.checkpoints.wait()
         self.clock.mark_checkpoint(self.done)
 
@@ -291,7 +289,7 @@ def _program(loss_fn: LossFn, num_clients: int, by_client: bool) -> Callable[...
                 }
                 return {**sums, "weight": weight}
 
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums_of, 0))
+            zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(sums_of, 0))
             sums = jax.lax.fori_loop(
                 0, num_steps, lambda i, s: jax.tree.map(jnp.add, s, sums_of(i)), zeros
             )

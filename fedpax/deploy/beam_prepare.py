@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,6 +22,7 @@ from fedpax.user_files.folders import PREPARED
 from fedpax.user_files.formats import BadRows, LoadOptions
 from fedpax.user_files.prepared import encode_about
 from fedpax.user_files.preparing import check_arguments, draft_folder, new_folder
+from fedpax.user_files.readers.image_files import describe_read
 from fedpax.user_files.reading import Reading
 from fedpax.user_files.selection import select_files
 from fedpax.user_files.sharding import (
@@ -47,6 +49,7 @@ class PreparedShards(NamedTuple):
     num_shards: int
     skipped: dict[str, int]
     first_skipped: dict[str, str]
+    notes: tuple[str, ...]
 
 
 def prepare_beam(
@@ -65,7 +68,7 @@ def prepare_beam(
     check_arguments(on_bad_row, memory)
     if num_shards is not None and num_shards < 1:
         raise ArgumentError(f"num_shards is {num_shards}, expected at least 1.")
-    selected = select_files(files, options)
+    selected = select_files(files, options, Counter())
     groups = [
         [file._replace(path=absolute(file.path)) for file in group] for group in selected.groups
     ]
@@ -93,6 +96,7 @@ def prepare_beam(
         len(shards),
         {path: count for item in counts for path, count in item.get("skipped", {}).items()},
         {path: row for item in counts for path, row in item.get("first_skipped", {}).items()},
+        tuple(describe_read(sum((Counter(item.get("read")) for item in counts), Counter()))),
     )
 
 
@@ -196,8 +200,8 @@ class _Work(NamedTuple):
         except (ArgumentError, OSError) as raised:
             error = str(raised)
         bad = reading.bad_rows or BadRows()
-        skipped = {"skipped": bad.count, "first_skipped": bad.first}
-        yield beam.pvalue.TaggedOutput("told", (number, error, json.dumps(skipped).encode()))
+        told = {"skipped": bad.count, "first_skipped": bad.first, "read": reading.read}
+        yield beam.pvalue.TaggedOutput("told", (number, error, json.dumps(told).encode()))
 
     def _write(self, shard: tuple[int, Any]) -> Any:
         return _attempt(len(self.plan.reading.groups) + shard[0], lambda: self._shard(*shard))

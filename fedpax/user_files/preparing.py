@@ -44,6 +44,11 @@ class Prepared(NamedTuple):
     first_skipped: dict[str, str]
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines on how images were read."""
+        return self.source.notes
+
+    @property
     def num_examples(self) -> int:
         """The number of examples."""
         return len(self.source)

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -61,7 +62,7 @@ class Reading:
         self._read_options = selected.options
         self._path_types = selected.path_types
         self._unwanted = dict.fromkeys(selected.unwanted, False)  # whether a part has it
-        self.bad_rows = bad_rows
+        self.bad_rows, self.read = bad_rows, selected.options.read
         self.types: dict[str, dict[str, pa.DataType]] = {}
         self.fields: list[Fields] = []
         self.without_examples: list[str] = []
@@ -114,9 +115,10 @@ class Reading:
             yield table, part.schema, client
 
     def copy(self) -> "Reading":
-        """Return a copy that counts skipped rows by itself."""
+        """Return a copy that counts skipped rows and changed images by itself."""
         again = copy.copy(self)
         again.bad_rows = None if self.bad_rows is None else BadRows()
+        again.read = None if self.read is None else Counter()
         again.types = {path: dict(types) for path, types in self.types.items()}
         return again
 
@@ -162,8 +164,8 @@ class Reading:
         """Yield all parts."""
         if self.bad_rows is not None:
             self.bad_rows.clear()
-        if self._read_options.read is not None:
-            self._read_options.read.clear()
+        if self.read is not None:
+            self.read.clear()
         self.without_examples = []
         for number in range(len(self.groups)):
             yield from self.group_tables(number)
@@ -226,7 +228,7 @@ class Reading:
 
     def _options_of(self, file: DataFile) -> ReadOptions:
         types = {**self._read_options.types, **self.types.get(file.path, {})}
-        return self._read_options._replace(types=types, bad_rows=self.bad_rows)
+        return self._read_options._replace(types=types, bad_rows=self.bad_rows, read=self.read)
 
 
 def unify_parts(file: DataFile, schemas: Sequence[pa.Schema]) -> pa.Schema:

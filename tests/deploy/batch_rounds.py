@@ -147,7 +147,8 @@ def _assert_close(actual, expected, tolerance):
 def run_in_a_loop(program, *args, clients, rounds=1, first_round=0):
     """Carry the messages of a job: blocks of random sizes, merged in a random order."""
     random, open_clients = np.random.default_rng(first_round), clients
-    divided = fedpax.stages(program, *args, open_clients().shapes)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
+    divided = fedpax.stages(program, *types, open_clients().shapes)
     work, arguments, differing = make_work(divided, jax.tree.leaves(args), open_clients)
     states = {kind: dict(split_states(differing[kind])) for kind in differing}
     states = {kind: states.get(kind, {}) for kind in (0, 1)}

@@ -82,6 +82,15 @@ def test_a_run_equals_that_of_train_and_resumes_it(experiment, tmp_path, monkeyp
     assert (again.rounds, again.rounds_trained) == (3, 0)
 
 
+def test_the_rows_of_a_store_divide_by_five_devices(experiment, tmp_path):
+    name, settings, _ = experiment.args
+    settings = [*settings, "--method=scaffold", "--cohort.size=5"]
+    make = functools.partial(configure, name, settings, None)
+    train_in_batches(make(), tmp_path / "batches", run_in_a_loop)
+    fedpax.train(make(), tmp_path / "plain")
+    assert_equal_runs(tmp_path / "batches", tmp_path / "plain")
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

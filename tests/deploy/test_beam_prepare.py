@@ -1,11 +1,13 @@
 """Files that Beam sorts are what `prepare` writes, in threads and in several processes."""
 
+import io
 import os
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 from pyarrow import csv, parquet
 
 from fedpax.data import load, prepare
@@ -56,7 +58,7 @@ def test_the_folder_is_that_of_prepare(tmp_path, flags):
     made = prepare_beam(
         files, tmp_path / "out", client="user", label="x", num_shards=4, flags=flags
     )
-    assert made == (1500, 40, 4, {}, {})
+    assert made == (1500, 40, 4, {}, {}, ())
     assert_same(load(tmp_path / "out"), expected)
     shard = load(tmp_path / "out" / "shard-00001")
     assert (
@@ -96,6 +98,29 @@ def test_bad_rows_are_told_or_skipped_and_counted(tmp_path, capsys):
         expected.err.splitlines()
     )
     assert_same(load(out), load(tmp_path / "whole"))
+
+
+def test_changes_of_images_are_told(tmp_path, capsys):
+    random = np.random.default_rng(3)
+    encoded = []
+    for channels in (4, 3, 4, 3, 3):
+        file = io.BytesIO()
+        Image.fromarray(random.integers(0, 256, (5, 4, channels), np.uint8)).save(file, "PNG")
+        encoded.append(file.getvalue())
+    for name, images in {"a": [b"damaged", *encoded[:2]], "b": encoded[2:]}.items():
+        table = pa.table({"user": [name] * len(images), "image": images})
+        parquet.write_table(table, tmp_path / f"{name}.parquet", row_group_size=1)
+    arguments = ["prepare", str(tmp_path / "*.parquet"), "--client=user", "--on_bad_row=skip"]
+    arguments += ["--image_size=4x4"]
+    assert main([*arguments, f"--out={tmp_path / 'out'}"]) == 0
+    expected = capsys.readouterr()
+    assert "2 images with alpha" in expected.out and "Skipped 1 row" in expected.err
+    flags = ["--engine=beam", f"--beam_flags={' '.join(PROCESSES)}"]
+    assert main([*arguments, f"--out={tmp_path / 'beam' / 'out'}", *flags]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.replace("beam/", "") == expected.out
+    assert expected.err in printed.err
+    assert_same(load(tmp_path / "beam" / "out"), load(tmp_path / "out"))
 
 
 def test_decimal_commas_are_read_or_told(tmp_path):

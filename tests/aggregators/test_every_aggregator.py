@@ -32,6 +32,11 @@ def run(name):
     return fedpax.program(clients=N)(AGGREGATORS[name].aggregate)
 
 
+@functools.cache
+def compiled(name):
+    return jax.jit(run(name))
+
+
 def initial(name, params):
     return fedpax.program(clients=N)(AGGREGATORS[name].init)(params)
 
@@ -57,7 +62,7 @@ def test_the_table_has_every_aggregator():
 )
 def test_an_absent_participant_has_no_effect(name):
     """With NaN and infinity it gives what it gives with zeros, and keeps its residual."""
-    step = jax.jit(run(name))
+    step = compiled(name)
     _, state, _ = step(initial(name, PARAMS), draw(0), ONES)
     updates, without = draw(1), draw(1)
     updates["w"][ABSENT], updates["b"][ABSENT] = np.nan, np.inf
@@ -89,7 +94,7 @@ WEIGHTED += ("adaptive_clip", "compressed_mean", "compressed_mean unbiased")
 )
 def test_a_participant_whose_weight_is_negative_or_nan_is_absent(name, weight):
     """A private mean counted an update of weight -1, and with it the metric of its norm."""
-    step, state = run(name), initial(name, PARAMS)
+    step, state = compiled(name), initial(name, PARAMS)
     wrong = WEIGHTS.copy()
     wrong[ABSENT] = weight
     expected = step(state, draw(1), WEIGHTS)
@@ -110,7 +115,7 @@ def test_every_present_participant_has_a_weight_above_0():
 @pytest.mark.parametrize("weight", [-1.0, np.nan])
 def test_a_weighted_mean_uses_each_weight_as_given(weight):
     weights = np.where(WEIGHTS, WEIGHTS, np.float32(weight))
-    (mean, _, _), updates = run("mean")(initial("mean", PARAMS), draw(1), weights), draw(1)
+    (mean, _, _), updates = compiled("mean")(initial("mean", PARAMS), draw(1), weights), draw(1)
     expected = np.einsum("n,n...->...", weights, updates["w"].astype(np.float64)) / weights.sum()
     np.testing.assert_allclose(mean["w"], expected, rtol=1e-5, atol=1e-6)
 
@@ -121,11 +126,11 @@ def test_an_absent_participant_sends_nothing(name):
     x, weights = {"w": draw(3)["w"]}, np.float32([1, 1, 0, 1, 0, 1, 0, 1])
     here = weights != 0
     state = initial(name, {"w": PARAMS["w"]})
-    mean, after, _ = run(name)(state, x, weights)
+    mean, after, _ = compiled(name)(state, x, weights)
     alone = fedpax.program(clients=5)(AGGREGATORS[name].aggregate)
     residual = {"w": np.zeros((5, 2, 3), np.float32)}
     scaled = {"w": N / 5 * x["w"][here]}  # residuals are of n w_i / sum(w) x_i
-    expected, left, _ = alone(state._replace(residual=residual), scaled, None)
+    expected, left, _ = jax.jit(alone)(state._replace(residual=residual), scaled, None)
     np.testing.assert_allclose(mean["w"], 5 / N * expected["w"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(after.residual["w"][here], left.residual["w"], rtol=1e-5, atol=1e-6)
 
@@ -155,7 +160,7 @@ def test_an_empty_update_gives_an_empty_aggregate(name, weights):
 
 def test_metrics_of_leaves_without_entries_are_finite():
     updates = {"w": draw(0)["b"], "none": np.zeros((N, 0), np.float32)}
-    _, _, metrics = jax.jit(run("secure_mean"))(initial("secure_mean", updates), updates, None)
+    _, _, metrics = compiled("secure_mean")(initial("secure_mean", updates), updates, None)
     assert metrics["clipped_entry_fraction"] == np.mean(np.abs(updates["w"]) > 2.0)
 
 
@@ -258,7 +263,7 @@ def test_an_aggregate_is_finite_beside_nan_where_it_says_so(name):
     updates = draw(2)
     for x in updates.values():
         x[ABSENT] = np.nan
-    aggregate, _, metrics = jax.jit(run(name))(initial(name, PARAMS), updates, ONES)
+    aggregate, _, metrics = compiled(name)(initial(name, PARAMS), updates, ONES)
     finite = all(np.isfinite(x).all() for x in jax.tree.leaves(aggregate))
     # Codecs of signs or of the largest entries send numbers in the place of NaN.
     assert finite == AGGREGATORS[name].tolerates_non_finite or "compressed" in name

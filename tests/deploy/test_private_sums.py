@@ -84,18 +84,29 @@ CENTRAL = {
 }
 
 
-@pytest.mark.parametrize("name", CENTRAL)
-def test_no_seed_gives_noise_that_is_drawn_in_stages(name):
-    aggregator, stddev = CENTRAL[name]
-    args = arguments(aggregator)
-    stages = fedpax.stages(make(aggregator), *args)
-    runs = [run_local(stages, *args, processes=p)[1]["w"] for p in (None, None, 2)]
-    runs.append(jax.jit(make(aggregator))(*args)[1]["w"])  # a simulation, by its seed
+def together(aggregators):
+    """Make a program of several aggregators, and its arguments."""
+
+    @fedpax.program(clients=N)
+    def average(states, updates, weights):
+        return {k: a.aggregate(states[k], updates, weights) for k, a in aggregators.items()}
+
+    _, updates, weights = arguments(mean())
+    return average, ({k: a.init(None) for k, a in aggregators.items()}, updates, weights)
+
+
+def test_no_seed_gives_noise_that_is_drawn_in_stages():
+    average, args = together({name: aggregator for name, (aggregator, _) in CENTRAL.items()})
+    stages = fedpax.stages(average, *args)
+    results = [run_local(stages, *args, processes=p) for p in (None, None, 2)]
+    results.append(jax.jit(average)(*args))  # a simulation, by its seed
     within = 5 / np.sqrt(2 * SIZE)
-    for i, first in enumerate(runs):
-        assert np.std(first) == pytest.approx(stddev, rel=within)
-        for second in runs[:i]:
-            assert np.std(first - second) == pytest.approx(2**0.5 * stddev, rel=within)
+    for name, (_, stddev) in CENTRAL.items():
+        runs = [np.asarray(result[name][0]["w"]) for result in results]
+        for i, first in enumerate(runs):
+            assert np.std(first) == pytest.approx(stddev, rel=within)
+            for second in runs[:i]:
+                assert np.std(first - second) == pytest.approx(2**0.5 * stddev, rel=within)
 
 
 def test_the_noisy_count_of_a_clipping_norm_is_the_servers_own():
@@ -103,11 +114,13 @@ def test_the_noisy_count_of_a_clipping_norm_is_the_servers_own():
     quantile = private_mean(
         max_norm=1.0, noise_multiplier=NOISE, seed=0, quantile=0.5, count_stddev=1.0
     )
-    for aggregator in (clipped, quantile):
-        args = arguments(aggregator)
-        stages = fedpax.stages(make(aggregator), *args)
-        norms = {float(run_local(stages, *args)[0].max_norm) for _ in range(3)}
-        assert len(norms) == 3 and float(make(aggregator)(*args)[0].max_norm) not in norms
+    average, args = together({"clipped": clipped, "quantile": quantile})
+    stages = fedpax.stages(average, *args)
+    runs = [run_local(stages, *args) for _ in range(3)]
+    simulated = jax.jit(average)(*args)
+    for name, (_, state, _) in simulated.items():
+        norms = {float(run[name][1].max_norm) for run in runs}
+        assert len(norms) == 3 and float(state.max_norm) not in norms
 
 
 def test_exported_stages_name_the_noise_of_the_server():
@@ -187,32 +200,36 @@ def test_without_noise_the_integers_are_those_of_the_secure_mean(monkeypatch):
     np.testing.assert_array_equal(mean["w"], simulated["w"])
 
 
-def test_a_simulation_is_reproducible_and_deployed_rounds_differ():
-    aggregator = private()
+@pytest.fixture(scope="module")
+def accounted():
+    """An aggregator, its arguments, a simulation, and the stages."""
+    aggregator = private(noise_multiplier=4.0, delta=1e-5)
     args = arguments(aggregator)
-    step = jax.jit(make(aggregator))
+    return aggregator, args, jax.jit(make(aggregator)), fedpax.stages(make(aggregator), *args)
+
+
+def test_a_simulation_is_reproducible_and_deployed_rounds_differ(accounted):
+    _, args, step, stages = accounted
     np.testing.assert_array_equal(step(*args)[1]["w"], step(*args)[1]["w"])
-    assert_independent(aggregator, args, [None, None])
+    assert_independent(stages, args, [None, None])
 
 
 @pytest.mark.slow
 def test_processes_that_start_again_draw_other_noise():
     aggregator = private()
-    assert_independent(aggregator, arguments(aggregator), [None, 2, 2])
+    args = arguments(aggregator)
+    assert_independent(fedpax.stages(make(aggregator), *args), args, [None, 2, 2])
 
 
-def assert_independent(aggregator, args, processes):
-    stages = fedpax.stages(make(aggregator), *args)
+def assert_independent(stages, args, processes):
     runs = [np.ravel(run_local(stages, *args, processes=k)[1]["w"]) for k in processes]
     correlation = np.corrcoef(runs) - np.eye(len(runs))
     assert np.abs(correlation).max() < 5 / np.sqrt(SIZE)
 
 
-def test_epsilon_is_the_same_in_a_simulation_and_in_stages():
+def test_epsilon_is_the_same_in_a_simulation_and_in_stages(accounted):
     pytest.importorskip("dp_accounting")
-    aggregator = private(noise_multiplier=4.0, delta=1e-5)
-    args = arguments(aggregator)
-    step, stages = jax.jit(make(aggregator)), fedpax.stages(make(aggregator), *args)
+    aggregator, args, step, stages = accounted
     simulated = staged = args[0]
     for r in range(1, 4):
         simulated, _, metrics = step(simulated, *args[1:])

@@ -106,11 +106,12 @@ def test_participants_draw_independent_noise():
 
     aggregator = add_local_noise(1.0, seed=0)(first(mean()))
 
+    @jax.jit
     @fedpax.program(clients=N)
     def noisy(updates):
         return aggregator.aggregate(aggregator.init(None), updates, None)[0]
 
-    noise = noisy(jnp.zeros((N, SIZE)))
+    noise = noisy(np.zeros((N, SIZE), np.float32))
     check_normal(noise, 1.0)
     assert np.abs(np.corrcoef(noise)[np.triu_indices(N, 1)]).max() < 5 / np.sqrt(SIZE)
 

@@ -145,11 +145,16 @@ def _assert_close(actual, expected, tolerance):
 
 
 def run_in_a_loop(program, *args, clients, rounds=1, first_round=0):
-    """Carry the messages of a job: blocks of random sizes, merged in a random order."""
-    random, open_clients = np.random.default_rng(first_round), clients
+    """Carry the messages of a job."""
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
-    divided = fedpax.stages(program, *types, open_clients().shapes)
-    work, arguments, differing = make_work(divided, jax.tree.leaves(args), open_clients)
+    divided = fedpax.stages(program, *types, clients().shapes)
+    leaves = jax.tree.leaves(args)
+    return carry(divided, leaves, *make_work(divided, leaves, clients), rounds, first_round)
+
+
+def carry(divided, leaves, work, arguments, differing, rounds, first_round=0):
+    """Carry blocks of random sizes, merged in a random order."""
+    random = np.random.default_rng(first_round)
     states = {kind: dict(split_states(differing[kind])) for kind in differing}
     states = {kind: states.get(kind, {}) for kind in (0, 1)}
     collected = []
@@ -192,4 +197,4 @@ def run_in_a_loop(program, *args, clients, rounds=1, first_round=0):
     kept = [
         (kind, stack_states(list(rows.items()))) for kind, rows in states.items() if len(rows) > 0
     ]
-    return read_results(divided, jax.tree.leaves(args), collected, [content for _, content in kept])
+    return read_results(divided, leaves, collected, [content for _, content in kept])

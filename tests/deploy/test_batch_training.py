@@ -118,9 +118,7 @@ def test_settings_without_effect_are_told(setting, message, tmp_path):
 def test_a_round_without_clients_has_no_loss(experiment, tmp_path):
     def sampled():
         few = experiment()
-        training = dataclasses.replace(
-            few.training, rounds=8, evaluate_every=0, checkpoint_every=8
-        )
+        training = dataclasses.replace(few.training, rounds=8, evaluate_every=0, checkpoint_every=8)
         cohort = dataclasses.replace(few.cohort, sampling_probability=0.1)
         return dataclasses.replace(few, training=training, cohort=cohort)
 

@@ -9,6 +9,7 @@ from batch_rounds import (
     SGD,
     assert_equal_rounds,
     by_jit,
+    carry,
     loss_fn,
     open_rounds,
     params,
@@ -60,12 +61,12 @@ def test_a_job_draws_the_noise_of_the_server_once():
     method = fedavg(loss_fn, cohort_size=COHORT, client_optimizer=SGD, aggregator=aggregator)
     state = method.init(params())
     divided = fedpax.stages(method.round, state, open_rounds().shapes)
-    (first, arguments, _), (second, _, _) = (
-        make_work(divided, jax.tree.leaves(state), open_rounds) for _ in range(2)
-    )
+    leaves = jax.tree.leaves(state)
+    works = [make_work(divided, leaves, open_rounds) for _ in range(2)]
+    (first, arguments, _), (second, _, _) = works
     assert list(first.start(arguments)) == list(first.start(arguments))
     assert list(first.start(arguments)) != list(second.start(arguments))
-    results = [run_in_a_loop(method.round, state, clients=open_rounds, rounds=1) for _ in "12"]
+    results = [carry(divided, leaves, *work, rounds=1) for work in works]
     results.append(by_jit(method.round, state, open_rounds(), 1))
     norms = {float(np.abs(result[-1][0].params["w"]).max()) for result in results}
     assert len(norms) == 3

@@ -188,11 +188,11 @@ def test_fresh_logits_have_mean_zero_and_variance_one() -> None:
     assert abs(np.nanmean(others)) < 0.1 and 0.8 < np.nanstd(others) < 1.2
 
 
-def test_the_loss_counts_tokens() -> None:
+def test_the_loss_counts_tokens(random_params: Draw) -> None:
     model = transformer(SMALL)
     tokens = draw_tokens(4, 65)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-    params = jax.jit(model.init)(jax.random.key(3))
+    params = random_params(model)
     loss, aux = jax.jit(next_token_loss(model.apply))(params, batch)
     assert np.isfinite(loss) and aux["tokens"] == 4 * 64
 

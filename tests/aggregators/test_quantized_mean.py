@@ -101,7 +101,7 @@ def test_the_quantization_error_telescopes_over_rounds():
 @pytest.mark.parametrize("value", [0.0, np.nan])
 def test_zeros_and_nans_are_kept(value):
     x = np.full((N, 5), value, np.float32)
-    mean, left = exchange(3)(x, np.zeros_like(x))
+    mean, left = jax.jit(exchange(3))(x, np.zeros_like(x))
     np.testing.assert_array_equal(mean, x[0])
     np.testing.assert_array_equal(left, x)
 
@@ -112,8 +112,9 @@ def test_an_empty_tree():
 
 def test_bfloat16_is_added_up_in_float32():
     x = draw((30,)).astype(jnp.bfloat16)
-    mean, left = exchange(4)(x, zeros(x))
-    wide, expected = exchange(4)(np.float32(x), zeros(x))
+    average = jax.jit(exchange(4))
+    mean, left = average(x, zeros(x))
+    wide, expected = average(np.float32(x), zeros(x))
     assert mean.dtype == jnp.bfloat16 and left.dtype == jnp.float32
     np.testing.assert_array_equal(mean, wide.astype(jnp.bfloat16))
     np.testing.assert_array_equal(left, expected)

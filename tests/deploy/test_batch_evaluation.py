@@ -18,7 +18,7 @@ def files(tmp_path_factory):
 
 
 def random_params(run, seed):
-    params = run.init(jax.random.key(0))
+    params = jax.eval_shape(run.init, jax.random.key(0))
     random = np.random.default_rng(seed)
     return jax.tree.map(lambda x: np.float32(random.normal(size=x.shape) * 0.3), params)
 

@@ -23,13 +23,15 @@ MODELS = {
 }
 
 
-def noisy(model: FunctionalModel) -> Any:
-    """Initialize parameters and add noise of 0.1, so that no bias is 0."""
+def noisy(model: FunctionalModel, *models: int) -> Any:
+    """Draw kernels that keep the size of features, and biases of 0.1, of one or more models."""
     random = np.random.default_rng(0)
-    params = jax.jit(model.init)(jax.random.key(0))
-    return jax.tree.map(
-        lambda x: np.asarray(x) + 0.1 * random.normal(size=x.shape).astype(np.float32), params
-    )
+
+    def draw(leaf: Any) -> Any:
+        scale = np.prod(leaf.shape[:-1]) ** -0.5 if leaf.ndim > 1 else 0.1
+        return (scale * random.normal(size=(*models, *leaf.shape))).astype(np.float32)
+
+    return jax.tree.map(draw, jax.eval_shape(model.init, jax.random.key(0)))
 
 
 def test_mlp_equals_numpy() -> None:
@@ -40,7 +42,7 @@ def test_mlp_equals_numpy() -> None:
     for i in range(3):
         layer = params["layers"][f"dense_{i}"]
         expected = (np.maximum(expected, 0) if i else expected) @ layer["kernel"] + layer["bias"]
-    np.testing.assert_allclose(model.apply(params, x), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(model.apply)(params, x), expected, rtol=1e-4, atol=1e-5)
 
 
 def jax_convolution(x: Any, kernel: Any) -> Any:
@@ -277,7 +279,7 @@ def test_learns_digits(name: str) -> None:
 def test_vmap_over_clients_equals_a_loop(name: str) -> None:
     model = MODELS[name]
     random = np.random.default_rng(2)
-    params = jax.jit(jax.vmap(model.init))(jax.random.split(jax.random.key(0), 3))
+    params = noisy(model, 3)
     batches = {
         "image": random.uniform(size=(3, 4, 8, 8, 1)).astype(np.float32),
         "label": random.integers(0, 10, (3, 4)).astype(np.int32),

@@ -1,3 +1,4 @@
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -31,16 +32,24 @@ def draw_prompt(batch: int = 3, length: int = 6) -> tuple[Any, Any]:
     return random.integers(0, 23, (batch, length)).astype(np.int32), np.array([6, 1, 4])
 
 
+LONGEST = 6 + 9  # a token has no effect on logits before it
+
+
+@functools.cache
+def logits_of(config: TransformerConfig) -> Any:
+    return jax.jit(transformer(config).apply)
+
+
 def decode_without_cache(
     config: TransformerConfig, params: Any, prompt: Any, tokens: int
 ) -> list[int]:
     """Decode greedily, each token from the whole text before it."""
-    apply = jax.jit(transformer(config).apply)
-    text = np.zeros((1, len(prompt) + tokens), np.int32)
+    text = np.zeros((1, LONGEST), np.int32)
+    end = len(prompt) + tokens
     text[0, : len(prompt)] = prompt
-    for t in range(len(prompt), text.shape[1]):
-        text[0, t] = np.argmax(apply(params, text)[0, t - 1])
-    return text[0, len(prompt) :].tolist()
+    for t in range(len(prompt), end):
+        text[0, t] = np.argmax(logits_of(config)(params, text)[0, t - 1])
+    return text[0, len(prompt) : end].tolist()
 
 
 @pytest.mark.parametrize(

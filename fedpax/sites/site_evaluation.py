@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedpax.algorithm import Params
+from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 from fedpax.run_files.metrics import OF_SITE, with_quantiles
 from fedpax.sites.downlink import whole
@@ -90,7 +91,17 @@ class SiteEvaluation:
             assert site is not None
             site.heldout = self._metrics(heldout.means)
             by_site |= {f"{OF_SITE}{name}/{key}": value for key, value in site.heldout.items()}
-        self._log.add_evaluation(number, self._metrics(_weighted_mean(with_loss)), by_site)
+        mean = self._metrics(_weighted_mean(with_loss))
+        self._log.add_evaluation(number, mean, by_site, self._describe_absence(with_loss))
+
+    def _describe_absence(self, measured: Sequence[Heldout]) -> str:
+        """Say whose examples the metrics are of, unless they are of all sites."""
+        sites = self._exchange.sites
+        number = sum(not sites.is_expelled(site) for site in sites)
+        if len(measured) >= number:
+            return ""
+        examples = sum(heldout.examples for heldout in measured)
+        return f" ({len(measured)} of {count_of(number, 'site')}, {count_of(examples, 'example')})"
 
     def _metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics that are finite."""

@@ -236,9 +236,9 @@ class RoundMetrics:
         self._progress.show_round(number, values.get("loss", math.nan), items / seconds)
 
     def add_evaluation(
-        self, number: int, mean: Mapping[str, float], by_site: Mapping[str, float]
+        self, number: int, mean: Mapping[str, float], by_site: Mapping[str, float], source: str
     ) -> None:
         """Write the metrics on held-out examples: their mean, and the metrics of each site."""
         seconds = {"wall_seconds": time.perf_counter() - self._started}
         self._metrics.write("evaluation", number, {**mean, **by_site, **seconds})
-        self._progress.show_evaluation(number, mean)
+        self._progress.show_evaluation(number, mean, source)

@@ -170,11 +170,12 @@ class Progress(AbstractContextManager["Progress"]):
         elif time.perf_counter() - self._last_line > SECONDS_BETWEEN_LINES:
             self._print_line(number, f"{text}{self._time_left(number)}")
 
-    def show_evaluation(self, number: int, values: Mapping[str, float]) -> None:
-        """Show the metrics on held-out data."""
-        self._evaluation = f", held-out {values['loss']:.4f}"
+    def show_evaluation(self, number: int, values: Mapping[str, float], source: str = "") -> None:
+        """Show the metrics on held-out data, and in `source` whose data these are."""
+        self._evaluation = f", held-out {values['loss']:.4f}{source}"
         if self._bar is None:
-            self._print_line(number, f"held-out {format_metrics(values)}{self._time_left(number)}")
+            text = f"held-out {format_metrics(values)}{source}"
+            self._print_line(number, f"{text}{self._time_left(number)}")
 
     def _print_line(self, number: int, text: str) -> None:
         if self._enabled:

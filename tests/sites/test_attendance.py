@@ -14,6 +14,7 @@ from fedpax.sites.downlink import whole
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_table import SiteRecord, SiteTable
 from fedpax.sites.tasks import EVALUATION, ROUND, Task
+from fedpax.training.progress import Progress
 from fedpax.transport.message import Message
 from sites.federation import Line, run
 from sites.small_experiment import small
@@ -51,12 +52,18 @@ def run_three(folder: Path, rounds: int, rules: RoundRules, line: type[Line]) ->
     return select(read_metrics(outcome.folder / "coordinator"), "training")
 
 
-def test_a_mute_site_delays_three_rounds(tmp_path: Path, notes: list[str]) -> None:
+def test_a_mute_site_delays_three_rounds(
+    tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources: list[str] = []  # of evaluations by the coordinator, not of those by sites
+    monkeypatch.setattr(Progress, "show_evaluation", lambda *shown: sources.extend(shown[3:]))
     lines = run_three(tmp_path, 12, RoundRules(2, SECONDS, missed_rounds=3), Mute)
     assert [line["sites"] for line in lines] == [3] + 11 * [2]
     delayed = [line["round"] for line in lines if line["seconds"] >= SECONDS]
     assert delayed[-3:] == [2, 3, 4]  # the first one compiles
     assert "site c (1 client): overdue" in notes
+    assert len(sources) >= 6  # and one more of the site that returns at the end
+    assert sources[:5] == 5 * [" (2 of 3 sites, 16 examples)"]
 
 
 @pytest.mark.slow

@@ -157,7 +157,8 @@ class ServerConfig(CheckedConfig):
         optimizer: "sgd" with learning rate 1 and b1 = 0 is FedAvg, with b1 > 0 FedAvgM. "adagrad",
             "adam" and "yogi" are FedAdagrad, FedAdam and FedYogi as Reddi et al. define them.
         learning_rate: learning rate of the server.
-        b1: decay rate of the first moment; the momentum of "sgd".
+        b1: decay rate of the first moment; the momentum of "sgd". Default None: 0.9 for "adam" and
+            "yogi", 0 for the others.
         b2: decay rate of the second moment of "adam" and "yogi".
         tau: degree of adaptivity, added to the square root of the second moment.
     """
@@ -165,21 +166,22 @@ class ServerConfig(CheckedConfig):
     group = "server"
     optimizer: Literal["sgd", "adagrad", "adam", "yogi"] = "sgd"
     learning_rate: Positive = 1.0
-    b1: Decay = 0.0
+    b1: Decay | None = None
     b2: Decay = 0.99
     tau: Positive = 1e-3
 
     def make(self) -> optax.GradientTransformation:
         """Make the optimizer."""
+        given = {} if self.b1 is None else {"b1": self.b1}
         match self.optimizer:
             case "sgd":
                 return optax.sgd(self.learning_rate, momentum=self.b1 or None)
             case "adagrad":
-                return server_adagrad(self.learning_rate, b1=self.b1, tau=self.tau)
+                return server_adagrad(self.learning_rate, **given, tau=self.tau)
             case "adam":
-                return server_adam(self.learning_rate, b1=self.b1, b2=self.b2, tau=self.tau)
+                return server_adam(self.learning_rate, **given, b2=self.b2, tau=self.tau)
             case "yogi":
-                return server_yogi(self.learning_rate, b1=self.b1, b2=self.b2, tau=self.tau)
+                return server_yogi(self.learning_rate, **given, b2=self.b2, tau=self.tau)
 
 
 # ---- the mesh of an experiment with clients: the largest axis of devices that divides the cohort

@@ -186,3 +186,7 @@ def test_server_optimizers_step_as_their_paper_defines():
     }.items():
         expected = -0.1 * m / (v**0.5 + 0.01)
         assert step(optimizer=name, **adaptive) == pytest.approx(expected), name
+        # Without b1 it is the paper's, as in `server_adam(rate)`.
+        first = 1.0 if name == "adagrad" else 0.1
+        del (others := dict(adaptive))["b1"]
+        assert step(optimizer=name, **others) == pytest.approx(expected * first / 0.1), name

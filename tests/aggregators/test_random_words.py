@@ -19,12 +19,14 @@ KEYS = [jax.random.fold_in(jax.random.key(7), i) for i in range(8)]
 
 @pytest.fixture(scope="module")
 def normal() -> np.ndarray:
-    return np.stack([np.float64(random_normal(key, SHAPE)).ravel() for key in KEYS])
+    draw = jax.jit(lambda key: random_normal(key, SHAPE))
+    return np.stack([np.float64(draw(key)).ravel() for key in KEYS])
 
 
 def test_words_are_uniform() -> None:
+    draw = jax.jit(lambda key: random_words(key, SHAPE))
     for key in KEYS:
-        words = np.asarray(random_words(key, SHAPE)).ravel()
+        words = np.asarray(draw(key)).ravel()
         assert stats.kstest(words / 2.0**32, "uniform").pvalue > 1e-4
         bits = np.unpackbits(words.view(np.uint8)).reshape(-1, 32).mean(0)
         assert np.abs(bits - 0.5).max() < 5 * 0.5 / np.sqrt(words.size)
@@ -56,9 +58,13 @@ def test_sums_over_keys_are_normal(normal: np.ndarray) -> None:
 
 
 def test_words_that_share_a_hash_are_uniform_and_independent() -> None:
-    seeds = jax.random.bits(jax.random.key(3), (5,), jnp.uint32)
-    hashed = hashed_indices(seeds[0], (100, 201))
-    words = np.stack([np.asarray(rehash(hashed, seed)).ravel() for seed in seeds[1:]])
+    @jax.jit
+    def draw() -> list[jax.Array]:
+        first, *seeds = jax.random.bits(jax.random.key(3), (5,), jnp.uint32)
+        hashed = hashed_indices(first, (100, 201))
+        return [rehash(hashed, seed).ravel() for seed in seeds]
+
+    words = np.array(draw())
     n = words.shape[1]
     for word in words:
         assert stats.kstest(word / 2.0**32, "uniform").pvalue > 1e-4

@@ -212,7 +212,7 @@ def test_vmap(shared: bool) -> None:
     model, x = mixture(4, 2), draw(3, 2, 5, EMBED_DIM).astype(np.float32)
     params = jax.tree.map(np.float32, draw_params(model, *([] if shared else [3])))
     step = jax.value_and_grad(lambda p, x: total(model.apply(p, x)), (0, 1))
-    result = jax.jit(jax.vmap(step, (None if shared else 0, 0)))(params, x)
+    result = jax.device_get(jax.jit(jax.vmap(step, (None if shared else 0, 0)))(params, x))
     jitted = jax.jit(jax.value_and_grad(lambda p, x: total(dense(p, x, 2)), (0, 1)))
     for i in range(3):
         close(take(result, i), jitted(params if shared else take(params, i), x[i]), 1e-4)

@@ -86,9 +86,9 @@ def test_the_published_network_has_11_2_million_parameters() -> None:
 def test_bfloat16() -> None:
     """The logits are near the logits of float32, in bfloat16."""
     model = resnet(SMALL)
-    params = jax.jit(model.init)(jax.random.key(0))
+    params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
     x = np.random.default_rng(1).normal(size=(4, 16, 16, 2)).astype(np.float32)
-    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, jnp.asarray(x)))
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, x))
     result, expected = jax.jit(model.apply)(*half), jax.jit(model.apply)(params, x)
     assert result.dtype == jnp.bfloat16
     assert np.abs(expected).max() > 0.01

@@ -123,13 +123,13 @@ def test_scan_equals_a_loop_over_layers(random_params: Draw) -> None:
     model = transformer(SMALL)
     layer = to_functional(partial(Layer, SMALL))
     params, tokens = random_params(model), draw_tokens(2, 11)
-    rotation = rotary(jnp.arange(11)[None], SMALL.resolved_head_dim, SMALL.rope_base)
 
     def attend_to_all(*query_key_value: Any) -> tuple[jax.Array, None]:
         return masked_attention(*query_key_value, attention_mask(11)), None
 
     def unrolled(params: Any, tokens: Any) -> jax.Array:
         x = params["embedding"][tokens] * SMALL.embed_dim**0.5
+        rotation = rotary(jnp.arange(11)[None], SMALL.resolved_head_dim, SMALL.rope_base)
         for i in range(SMALL.num_layers):
             of_layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
             x, *_ = layer.apply(of_layer, x, rotation, attend_to_all)
@@ -183,7 +183,7 @@ def test_fresh_logits_have_mean_zero_and_variance_one() -> None:
     # Embeddings are tied, so the logit of the input token itself is larger.
     tokens = draw_tokens(4, 64, vocab_size=256)
     model = transformer(TransformerConfig())
-    logits = jax.jit(model.apply)(jax.jit(model.init)(jax.random.key(3)), tokens)
+    logits = jax.jit(lambda key: model.apply(model.init(key), tokens))(jax.random.key(3))
     others = np.where(tokens[:, :, None] == np.arange(256), np.nan, logits)
     assert abs(np.nanmean(others)) < 0.1 and 0.8 < np.nanstd(others) < 1.2
 

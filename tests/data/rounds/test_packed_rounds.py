@@ -106,7 +106,7 @@ def test_cohorts_in_reused_memory_are_those_of_new_memory(
         return rounds
 
     reused, held = stream(), []
-    for _ in range(14):
+    for _ in range(9):
         state = reused.get_state()
         repeated = next(stream(state))  # padding repeats an example: it is too short for zeros
         with pytest.MonkeyPatch.context() as patch:

@@ -63,7 +63,7 @@ def make_clients(num_clients=40):
 
 def test_a_secure_mean_sums_integers_and_comes_close():
     values, clients = make_clients()
-    aggregator = secure_mean(max_value=1.0, bits=24, seed=0, num_neighbors=4)
+    aggregator = secure_mean(max_value=1.0, bits=24, seed=0, num_neighbors=2)
     bounds = np.array([[0.0, 100.0], [-5.0, 5.0]])
     moments = federated_moments(values, clients, 40, aggregator, bounds=bounds)
     mean, variance = averaged_over_clients(values, clients, 40)

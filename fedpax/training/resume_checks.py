@@ -6,9 +6,11 @@ import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+import optax
 
 import fedpax
 from fedpax.checkpoints.orbax_files import ocp
@@ -163,19 +165,61 @@ def check_configuration(
             f"{flag}={folder} holds this experiment with another configuration. Fields that "
             f"would change:\n{listing}\n{remedy}"
         )
-    if flag == "--job_log_dir" and former is not None:
-        _tell_longer_schedule(former, experiment)
+    if flag == "--job_log_dir" and former is not None and jax.process_index() == 0:
+        _tell_other_span(former, experiment)
 
 
-def _tell_longer_schedule(former: Experiment, now: Experiment) -> None:
-    """Tell that a run with more rounds continues on a longer schedule of the learning rate."""
-    rounds, before = now.training.rounds, former.training.rounds
-    schedule = getattr(getattr(now, "optimizer", None), "schedule", "constant")
-    if rounds > before and schedule in ("cosine", "linear", "wsd") and jax.process_index() == 0:
-        print_error(
-            f"--optimizer.schedule={schedule} spans {rounds} rounds now, and spanned {before}: the "
-            "learning rate continues on the longer schedule, and can rise again."
-        )
+def _tell_other_span(former: Experiment, now: Experiment) -> None:
+    """Tell that a run continues on a schedule of the learning rate with another span in steps."""
+    before, span = _schedule_span(former), _schedule_span(now)
+    if before is None or span is None or before[:2] == span[:2]:
+        return
+    longer = span[1] > before[1]
+    print_error(
+        f"--optimizer.schedule={span[0]} spans {span[2]} now, and spanned {before[2]}: the "
+        "learning rate continues on the "
+        f"{'longer schedule, and can rise again' if longer else 'shorter schedule'}."
+    )
+
+
+def describe_end_of_schedule(now: Experiment, done: int, state: Any) -> str | None:
+    """Describe the steps that follow the schedule's end, in a run that has done `done` rounds."""
+    # The optimizer counts the steps: earlier rounds can have had another number of them.
+    counts = [
+        int(np.asarray(shard.data).max())
+        for node in jax.tree.leaves(state, is_leaf=_counts_steps)
+        if _counts_steps(node)
+        for shard in node.count.addressable_shards
+    ]
+    span = _schedule_span(now)
+    if span is None or not counts:
+        return None
+    steps, (schedule, last, words) = max(counts), span
+    left = last // now.training.rounds * (now.training.rounds - done)
+    after = steps + left - last
+    if after <= 0:
+        return None
+    return (
+        f"--optimizer.schedule={schedule} spans {words}. The run has done {steps:,} steps, and has "
+        f"{left:,} left: {f'the last {after:,}' if after < left else 'all'} of them take the "
+        "schedule's final learning rate. To decay until the end, keep --data.local_steps, or "
+        "start a new run with --training.begin_from"
+    )
+
+
+def _schedule_span(experiment: Any) -> tuple[str, int, str] | None:
+    """Return a schedule that depends on the run's steps, their number, and this in words."""
+    schedule = getattr(getattr(experiment, "optimizer", None), "schedule", "constant")
+    local_steps = getattr(getattr(experiment, "data", None), "local_steps", None)
+    if local_steps is None or schedule not in ("cosine", "linear", "wsd"):
+        return None
+    rounds = experiment.training.rounds
+    steps = rounds * local_steps
+    return schedule, steps, f"{steps:,} steps ({count_of(rounds, 'round')} of {local_steps:,})"
+
+
+def _counts_steps(node: object) -> bool:
+    return isinstance(node, optax.ScaleByScheduleState)
 
 
 def _check_entries(folder: Path) -> None:

@@ -28,7 +28,7 @@ from fedpax.training.experiment import Run
 from fedpax.training.flops_utilization import utilization_of
 from fedpax.training.prefetch import Prefetch, put_on_mesh
 from fedpax.training.progress import Progress
-from fedpax.training.resume_checks import TrainingJob
+from fedpax.training.resume_checks import TrainingJob, describe_end_of_schedule
 from fedpax.training.round_logger import EMPTY, RoundLogger, is_empty
 from fedpax.training.spikes import FiniteCheck, Spike, SpikeHistory
 from fedpax.training.startup_report import UNREAD_MASK, announce, describe_aggregator
@@ -230,6 +230,8 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
                 f"{participants} {self._run.placement} continue from the states of "
                 f"{saved.participants} (--participant_states={rule})"
             )
+        if end := describe_end_of_schedule(self._experiment, self.done, state):
+            self._progress.note(end)
         return state
 
     @property

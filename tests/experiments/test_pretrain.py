@@ -137,3 +137,26 @@ def test_microbatches_that_do_not_divide_the_rows_raise_before_the_text_is_read(
     )
     with pytest.raises(ValueError, match=r"grad_accum_steps=3 does not divide --data.batch_size=8"):
         experiment.build()
+
+
+@pytest.mark.slow
+def test_a_run_says_which_steps_follow_the_end_of_its_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = dataclasses.replace(small(), mesh=MeshConfig(fsdp=1))
+    model = TransformerConfig(num_layers=1, embed_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=8)
+    data = dataclasses.replace(base.data, local_steps=4, batch_size=1, seq_len=8)
+    training = TrainingConfig(rounds=2, evaluate_every=0, checkpoint_every=0)
+    optimizer = dataclasses.replace(base.optimizer, warmup_steps=4)
+    base = dataclasses.replace(base, model=model, data=data, training=training, optimizer=optimizer)
+    train(base, tmp_path)
+    assert "schedule" not in capsys.readouterr().err
+    more = dataclasses.replace(
+        base,
+        data=dataclasses.replace(data, local_steps=1),
+        training=dataclasses.replace(training, rounds=4),
+    )
+    train(more, tmp_path, allow_config_change=["data.local_steps"])
+    lines = capsys.readouterr().err
+    assert "spans 4 steps (4 rounds of 1) now, and spanned 8 steps (2 rounds of 4)" in lines
+    assert "has done 8 steps, and has 2 left: all of them take the schedule's final" in lines

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import pytest
-from small_regression import ModelConfig, Regression, regression
+from optax import ScaleByScheduleState as Counter
+from small_regression import ModelConfig, Regression, regression, single_client
 
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.errors import ConfigurationError
@@ -19,9 +21,11 @@ from fedpax.experiments.pretrain import pretrain_text
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.configuration import read_configuration, write_configuration
 from fedpax.run_files.paths import CONFIGURATION
-from fedpax.training import folder_owners, resume_checks
+from fedpax.training import folder_owners, resume_checks, round_loop
 from fedpax.training.folder_owners import JobDirLock
-from fedpax.training.resume_checks import check_configuration
+from fedpax.training.resume_checks import check_configuration, describe_end_of_schedule
+from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 HOLDER = """
 import fcntl, os, sys, time
@@ -226,22 +230,83 @@ def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path, name: str) -
         check_configuration(tmp_path, regression())
 
 
-def test_a_longer_schedule_of_a_run_is_told(
+def test_another_span_of_the_schedule_in_steps_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = pretrain_text()
-    schedule: Literal["cosine", "constant"]
-    for schedule, rounds, told in (("cosine", 20, True), ("constant", 30, False)):
+    former_span = "now, and spanned 40 steps (10 rounds of 4): the learning rate continues on the"
+    cases: list[tuple[Literal["cosine", "constant"], int, int, str]] = [
+        ("cosine", 20, 4, f"80 steps (20 rounds of 4) {former_span} longer schedule, and can rise"),
+        ("cosine", 20, 1, f"20 steps (20 rounds of 1) {former_span} shorter schedule."),
+        ("cosine", 10, 2, f"20 steps (10 rounds of 2) {former_span} shorter schedule."),
+        ("cosine", 20, 2, ""),
+        ("constant", 30, 4, ""),
+    ]
+    for schedule, rounds, local_steps, told in cases:
         optimizer = dataclasses.replace(base.optimizer, schedule=schedule)
         training = dataclasses.replace(base.training, rounds=10)
-        former = dataclasses.replace(base, optimizer=optimizer, training=training)
-        now = dataclasses.replace(former, training=dataclasses.replace(training, rounds=rounds))
-        folder = tmp_path / schedule
+        data = dataclasses.replace(base.data, local_steps=4)
+        former = dataclasses.replace(base, optimizer=optimizer, training=training, data=data)
+        now = dataclasses.replace(
+            former,
+            training=dataclasses.replace(training, rounds=rounds),
+            data=dataclasses.replace(data, local_steps=local_steps),
+        )
+        folder = tmp_path / f"{schedule}{rounds}{local_steps}"
         folder.mkdir()
         write_configuration(folder, former, "pretrain_text")
         check_configuration(folder, former, "pretrain_text")
         assert not capsys.readouterr().err
-        allowed = ["training.rounds"]
+        allowed = ["training.rounds", "data.local_steps"]
         check_configuration(folder, now, "pretrain_text", allow_config_change=allowed)
-        words = "=cosine spans 20 rounds now, and spanned 10: the learning rate continues on the"
-        assert (words in capsys.readouterr().err) == told
+        line = capsys.readouterr().err
+        assert bool(line) == bool(told)
+        assert line.startswith(told and f"--optimizer.schedule=cosine spans {told}")
+
+
+@pytest.mark.parametrize(
+    ("steps", "done", "told"),
+    [
+        # 4 rounds of 8 steps, then 4 of 2: the schedule of 16 steps has ended
+        ([32, 32], 4, "has done 32 steps, and has 8 left: all of them take the schedule's final"),
+        ([14, 14], 3, "has done 14 steps, and has 10 left: the last 8 of them take the schedule's"),
+        ([8, 8], 4, None),  # 4 rounds of 2
+        ([3, 4], 4, None),  # islands that have left steps out
+    ],
+)
+def test_steps_after_the_end_of_the_schedule_are_told(
+    steps: list[int], done: int, told: str | None
+) -> None:
+    base = pretrain_text()
+    now = dataclasses.replace(
+        base,
+        training=dataclasses.replace(base.training, rounds=8),
+        data=dataclasses.replace(base.data, local_steps=2),
+    )
+    # Adam counts too, and an outer optimizer could have other steps.
+    optimizer = now.optimizer.make(16)
+    state = optimizer.init({"w": jnp.zeros(3)})
+    state = jax.tree.map(
+        lambda x: x._replace(count=jnp.array(steps)) if isinstance(x, Counter) else x,
+        {"inner_optimizer_state": state},
+        is_leaf=lambda x: isinstance(x, Counter),
+    )
+    line = describe_end_of_schedule(now, done, state)
+    assert (line is None) == (told is None)
+    words = "--optimizer.schedule=cosine spans 16 steps (8 rounds of 2). The run "
+    assert line is None or line.startswith(f"{words}{told}")
+    constant = dataclasses.replace(now.optimizer, schedule="constant")
+    assert describe_end_of_schedule(dataclasses.replace(now, optimizer=constant), 4, state) is None
+
+
+def test_a_run_that_resumes_tells_the_end_of_its_schedule_from_its_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def describe(experiment: Regression, done: int, state: Any) -> str:
+        return f"the state of round {done} of {experiment.training.rounds} has {int(state.steps)}"
+
+    monkeypatch.setattr(round_loop, "describe_end_of_schedule", describe)
+    for rounds, told in ((1, False), (2, True)):
+        training = TrainingConfig(rounds=rounds, evaluate_every=0, checkpoint_every=0)
+        train(dataclasses.replace(single_client(), training=training), tmp_path)
+        assert ("the state of round 1 of 2 has 2" in capsys.readouterr().err) == told

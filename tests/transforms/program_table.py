@@ -56,6 +56,11 @@ def close(actual, expected, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+def together(*fns):
+    """Return a function that runs several functions in one compiled program."""
+    return jax.jit(lambda *args: [fn(*args) for fn in fns])
+
+
 class Plain:
     """The functions in plain JAX."""
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program_table import MESHES, Federated, N, Rematerialized, cases, close, normal, slow
+from program_table import MESHES, Federated, N, Rematerialized, cases, close, normal, slow, together
 
 import fedpax
 from fedpax import federated_broadcast, federated_map, federated_max, federated_min
@@ -94,7 +94,7 @@ def test_ties_of_any_participants_share_the_gradient(participants):
     program = fedpax.program(clients=participants, chunk_size=50)(federated_max)
     reference = lambda x: jnp.max(x, 0)
     for derive in (jax.jacrev, jax.jacfwd):
-        close(jax.jit(derive(program))(x), derive(reference)(x), 1e-6)
+        close(*together(derive(program), derive(reference))(x), 1e-6)
 
 
 def total_of_maxima(reduce, functions, chunk_size):
@@ -115,9 +115,9 @@ def test_ties_share_the_gradient_equally(functions, chunk_size, current_mesh):
     w, x = np.abs(normal(16)) + 0.1, tied(N, 16)
     federated = total_of_maxima(federated_max, functions, chunk_size)
     plain = lambda w, x: jnp.sum(jnp.sin(jnp.max(jnp.tanh(x) * w, 0)) + jnp.sin(jnp.max(-x, 0)))
-    close(*(jax.jit(jax.grad(fn, (0, 1)))(w, x) for fn in (federated, plain)))
-    tangent = jax.jvp(federated, (w, x), (w, np.cos(x)))[1]
-    close(tangent, jax.jvp(plain, (w, x), (w, np.cos(x)))[1], 1e-4)
+    close(*together(*(jax.grad(fn, (0, 1)) for fn in (federated, plain)))(w, x))
+    along = lambda fn: lambda *args: jax.jvp(fn, args, (w, jnp.cos(x)))[1]
+    close(*together(along(federated), along(plain))(w, x), 1e-4)
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_the_gradient_of_a_nan_maximum_goes_to_the_nan_participants(chunk_size, 
     expected = np.zeros_like(x)
     expected[4, 0] = expected[7, 0] = 1
     expected[np.argmax(x[:, 1]), 1] = expected[9, 2] = 2
-    close(jax.grad(lambda x: jnp.sum(program(x)))(x), expected)
+    close(jax.jit(jax.grad(lambda x: jnp.sum(program(x))))(x), expected)
 
 
 def test_gradients_of_nested_extrema():
@@ -187,9 +187,9 @@ def test_gradients_of_nested_extrema():
         most = federated_map(jax.checkpoint(functools.partial(island, w)), x, placement="islands")
         return federated_min(most, placement="islands")
 
-    gradient = jax.grad(lambda w, x: jnp.sum(program(w, x)), (0, 1))(w, x)
+    total = lambda w, x: jnp.sum(program(w, x))
     plain = lambda w, x: jnp.sum(jnp.min(jnp.max(jnp.sin(w * x), 1), 0))
-    close(gradient, jax.grad(plain, (0, 1))(w, x))
+    close(*together(jax.grad(total, (0, 1)), jax.grad(plain, (0, 1)))(w, x))
 
 
 @pytest.mark.each_value

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program_table import MESHES, cases, normal
+from program_table import MESHES, cases, normal, together
 from test_unstack import Federated, Plain
 
 import fedpax
@@ -20,7 +20,7 @@ def reads_all(fn, *args):
 
 
 def same(federated, plain, *args, tolerance=2e-4):
-    result, expected = (jax.jit(fn)(*args) for fn in (federated, plain))
+    result, expected = together(federated, plain)(*args)
     chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
     chex.assert_trees_all_close(result, expected, rtol=tolerance, atol=tolerance)
 

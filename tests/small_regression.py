@@ -30,7 +30,8 @@ def shared_compilation() -> Iterator[None]:
     compiled: dict[Any, Any] = {}
 
     def compile_cached(run: Run, cohort: Any, **options: Any) -> Any:
-        key = tuple(options.items())
+        size = getattr(run.cohorts, "num_clients", None)
+        key = (run.mesh, size, str(jax.tree.map(jax.typeof, cohort)), *options.items())
         if key not in compiled:
             compiled[key] = compile_round(run, cohort, **options)
         return compiled[key]

@@ -209,15 +209,17 @@ def test_floats_are_averaged_as_by_secure_mean() -> None:
         return aggregator.aggregate(aggregator.init(None), updates, weights)[0]
 
     expected = jax.jit(average)(updates, here)
-    encode = jax.jit(code.encode)
+    encode = jax.jit(lambda own: jax.tree.map(code.encode, own))
     values = {
-        name: {key: np.asarray(encode(x[i])) for key, x in updates.items()}
+        name: jax.device_get(encode({key: x[i] for key, x in updates.items()}))
         for i, name in enumerate(NAMES)
     }
     coordinator = run(make_sites(values), {"c": "mask", "e": "mask"})
     assert coordinator.present == ("a", "b", "d")
-    for key, x in updates.items():
-        mean = jax.jit(code.decode)(coordinator.total[key], jnp.int32(3), like=x[0])
+    first = {key: x[0] for key, x in updates.items()}
+    decode = lambda total, like: code.decode(total, jnp.int32(3), like=like)
+    means = jax.jit(lambda total: jax.tree.map(decode, total, first))(coordinator.total)
+    for key, mean in means.items():
         np.testing.assert_array_equal(mean, expected[key])
 
 

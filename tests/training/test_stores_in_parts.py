@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import small_stores
 from several_processes import HERE, finish, start
+from small_regression import shared_compilation
 from small_stores import POPULATION, stores
 from tracker_server import Server, use
 
@@ -35,6 +37,13 @@ EXP = "small_stores:stores"
 class Store(NamedTuple):
     params: Any
     store: ClientStore[Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once() -> Iterator[None]:
+    """Share compiled rounds among the runs, which differ in their length alone."""
+    with shared_compilation():
+        yield
 
 
 @pytest.fixture(scope="module")

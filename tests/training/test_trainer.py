@@ -10,7 +10,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from small_regression import RandomRounds, Regression, regression
+from small_regression import RandomRounds, Regression, regression, shared_compilation
 
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.checkpoints import load_params
@@ -134,8 +134,15 @@ class Interrupted(Regression):
         return run._replace(cohorts=Stream(stream.shape, stream.features, stream.seed))
 
 
+@pytest.fixture
+def compile_once() -> Iterator[None]:
+    """Share the compiled round among the runs of a test."""
+    with shared_compilation():
+        yield
+
+
 def test_a_signal_saves_after_the_round_and_the_run_resumes(
-    uninterrupted: Path, tmp_path: Path
+    uninterrupted: Path, tmp_path: Path, compile_once: None
 ) -> None:
     base = regression()
     experiment = Interrupted(training=base.training, mesh=base.mesh)

@@ -1,5 +1,7 @@
 """Random programs in stages equal the programs, also of the participants that answer alone."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,17 @@ def close(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+def of_all_and_few(program):
+    """Compile a program of all participants and the one of those that are present, in one."""
+
+    @jax.jit
+    def run(w, *placed):
+        few = [a[PRESENT] for a in placed]
+        return program(np.arange(N))(w, *placed), program(PRESENT)(w, *few)
+
+    return run
+
+
 FEW = 2
 
 
@@ -84,9 +97,8 @@ def test_stages_equal_the_program(seed):
     everyone = np.arange(N)
     args = arguments(seed)
     stages = fedpax.stages(random_program(seed, everyone), *args)
-    close(run_local(stages, *args), jax.jit(random_program(seed, everyone))(*args))
-    w, *placed = args
-    few = jax.jit(random_program(seed, PRESENT))(w, *(a[PRESENT] for a in placed))
+    whole, few = of_all_and_few(functools.partial(random_program, seed))(*args)
+    close(run_local(stages, *args), whole)
     server, new, mean, last = run_local(stages, *args, participants=PRESENT)
     close((server, new[PRESENT], mean, last[PRESENT]), few)
     absent = np.setdiff1d(everyone, PRESENT)
@@ -108,6 +120,6 @@ def test_gradients_in_stages_equal_the_gradients(seed):
 
     args = arguments(seed)
     stages = fedpax.stages(gradient(np.arange(N)), *args)
-    close(run_local(stages, *args), jax.jit(gradient(np.arange(N)))(*args))
-    few = jax.jit(gradient(PRESENT))(args[0], *(a[PRESENT] for a in args[1:]))
+    whole, few = of_all_and_few(gradient)(*args)
+    close(run_local(stages, *args), whole)
     close(run_local(stages, *args, participants=PRESENT), few)

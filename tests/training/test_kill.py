@@ -6,11 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small_regression import shared_compilation
 
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.main import main
@@ -118,13 +117,6 @@ def assert_same_run(one: Path, other: Path) -> None:
     ]
     assert lines[0] == lines[1]
     assert read_configuration_json(one) == read_configuration_json(other)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once() -> Iterator[None]:
-    """Share the compiled round among the runs of this process, which are of one experiment."""
-    with shared_compilation():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from fedpax.algorithms.papa import random_pairs
 from fedpax.algorithms.parts.model_averaging import perfect_matchings
 
 SEED = 3
+compiled_pairs = jax.jit(random_pairs, static_argnums=1)
 
 
 def drawn(seed: int, rounds: int, below: int) -> list[int]:
@@ -62,7 +63,7 @@ def _method(
 
 def _papa_2(x: Any, rounds: Any, optimizer: Any) -> Any:
     n = len(rounds[0]["label"])
-    pairs = [random_pairs(key, n).tolist() for key in round_keys(SEED, len(rounds))]
+    pairs = [compiled_pairs(key, n).tolist() for key in round_keys(SEED, len(rounds))]
     return reference.papa_2(x, rounds, optimizer, pairs)
 
 

@@ -35,9 +35,10 @@ def test_the_ensemble_follows_bayes_rule(prior):
     """Against products of probabilities, token by token."""
     likelihoods = np.exp(random_log_likelihoods())
     start = np.full(EXPERTS, 1 / EXPERTS) if prior is None else np.array(prior)
-    mixed, posterior = ensemble_log_likelihood(
-        jnp.asarray(random_log_likelihoods()), None if prior is None else jnp.log(start)
+    mixed, posterior = jax.jit(ensemble_log_likelihood)(
+        random_log_likelihoods(), None if prior is None else np.log(start)
     )
+    mixed, posterior = np.asarray(mixed), np.asarray(posterior)
     for text in range(TEXTS):
         belief = start
         for t in range(TOKENS):
@@ -52,7 +53,7 @@ def test_the_cached_prior_weighs_posteriors_of_texts():
     likelihoods = np.exp(random_log_likelihoods()).prod(axis=-1)
     posterior = likelihoods / likelihoods.sum(0)
     weights = 0.3 ** np.arange(1, TEXTS + 1)
-    result = cached_prior(jnp.asarray(random_log_likelihoods()))
+    result = jax.jit(cached_prior)(random_log_likelihoods())
     np.testing.assert_allclose(np.exp(result), posterior @ weights / weights.sum(), rtol=1e-5)
 
 

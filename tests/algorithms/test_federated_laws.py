@@ -111,7 +111,7 @@ def test_fednova_does_not_depend_on_how_often_clients_repeat_a_step():
 def test_scaffold_with_zero_controls_and_one_step_is_fedsgd(option: str):
     cohort = random_cohort(steps=1)
     state, _ = run(scaffold(loss_fn, option=option, **STORED), cohort, rounds=1)
-    gradient = jax.vmap(jax.grad(lambda w, b: loss_fn(w, b)[0]), in_axes=(None, 0))
+    gradient = jax.jit(jax.vmap(jax.grad(lambda w, b: loss_fn(w, b)[0]), in_axes=(None, 0)))
     batches = jax.tree.map(lambda b: b[:, 0], cohort.batches)
     gradients = gradient(START, batches)
     mean = np.average(gradients, axis=0, weights=cohort.num_examples)
@@ -164,13 +164,13 @@ def test_a_non_finite_loss_does_not_enter_agnostics_mixture():
 def test_agnostic_evens_out_the_clients_losses():
     """Two clients that disagree: the largest loss falls below FedAvg's."""
     cohort = random_cohort()._replace(num_examples=np.array([50, 1, 1, 1]))
-    worst = {}
+    worst, loss = {}, jax.jit(loss_fn)
     for name, algorithm in (
         ("FedAvg", fedavg(loss_fn, **COMMON)),
         ("agnostic", agnostic(loss_fn, mixture_learning_rate=0.002, **STORED)),
     ):
         state, _ = run(algorithm, cohort, rounds=100)
-        each = [loss_fn(state.params, examples_of(cohort, i))[0] for i in range(CLIENTS)]
+        each = [loss(state.params, examples_of(cohort, i))[0] for i in range(CLIENTS)]
         worst[name] = max(each)
     assert_close(jnp.sum(state.mixture), 1.0)
     assert (state.mixture >= 0).all()
@@ -182,7 +182,7 @@ def test_the_projection_to_the_simplex_is_the_nearest_point():
     rng = np.random.default_rng(0)
     for scale in (0.1, 1.0, 10.0):
         v = rng.normal(size=7) * scale
-        p = np.asarray(project_to_simplex(jnp.asarray(v, jnp.float32)), np.float64)
+        p = np.asarray(jax.jit(project_to_simplex)(np.float32(v)), np.float64)
         assert (p >= 0).all() and abs(p.sum() - 1) < 1e-6
         assert max((v - p) @ (q - p) for q in np.eye(7)) < 1e-5 * max(scale, 1)
 
@@ -211,12 +211,17 @@ def test_mime_with_one_client_and_step_is_plain_training(build: Any, optimizer: 
     """With any optimizer: the state that the server advances is the one the client has used."""
     cohort = jax.tree.map(lambda leaf: leaf[:1], random_cohort(steps=1))
     state, _ = run(build(loss_fn, cohort_size=1, client_optimizer=optimizer), cohort)
+    batch = jax.tree.map(lambda b: b[0, 0], cohort.batches)
+
+    @jax.jit
+    def step(w: Any, own: Any) -> tuple[Any, Any]:
+        gradient = jax.grad(lambda w: loss_fn(w, batch)[0])(w)
+        updates, own = optimizer.update(gradient, own)
+        return optax.apply_updates(w, updates), own
+
     w, own = START, optimizer.init(START)
     for _ in range(3):
-        batch = jax.tree.map(lambda b: b[0, 0], cohort.batches)
-        gradient = jax.grad(lambda w, batch=batch: loss_fn(w, batch)[0])(w)
-        updates, own = optimizer.update(gradient, own)
-        w = optax.apply_updates(w, updates)
+        w, own = step(w, own)
     assert_close((state.params, state.client_optimizer_state), (w, own))
 
 

@@ -22,11 +22,18 @@ OWN = {
 }
 
 
-KEY = jax.random.key(0)
+def random_like(init: Callable[[jax.Array], Any]) -> Any:
+    """Draw parameters of a model's types, without compiling its `init`."""
+    rng = np.random.default_rng(0)
+    types = jax.eval_shape(init, jax.random.key(0))
+    return jax.tree.map(lambda t: jnp.asarray(rng.normal(size=t.shape), t.dtype), types)
+
+
+LSTM = LSTMConfig(vocab_size=7, embed_dim=4, hidden_dim=5)
 MAKERS: dict[str, Callable[[], Any]] = {
-    "mlp": lambda: jax.jit(mlp(MLPConfig()).init)(KEY),
-    "cnn": lambda: jax.jit(cnn(CNNConfig()).init)(KEY),
-    "lstm": lambda: jax.jit(lstm(LSTMConfig(vocab_size=7, embed_dim=4, hidden_dim=5)).init)(KEY),
+    "mlp": lambda: random_like(mlp(MLPConfig()).init),
+    "cnn": lambda: random_like(cnn(CNNConfig()).init),
+    "lstm": lambda: random_like(lstm(LSTM).init),
     "own": lambda: OWN,
     "array": lambda: jnp.ones(3),
 }

@@ -13,7 +13,7 @@ from fedpax.checkpoints import changed_rows, client_stores
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.saved_rounds import lineage
 from fedpax.checkpoints.saved_state import load_field
-from fedpax.clients import ClientStore, client_store, scatter_clients
+from fedpax.clients import ClientStore, client_store
 from fedpax.parallel.mesh import make_mesh
 
 NUM_CLIENTS = 509  # 512 rows on 1, 2, 4 and 8 devices, 528 on 3 and 6
@@ -35,18 +35,26 @@ def random_states(seed: int, count: int) -> dict[str, np.ndarray]:
 
 
 def new_state(num_clients: int = NUM_CLIENTS) -> State:
-    one = jax.tree.map(lambda x: jnp.ones_like(x[0]), random_states(0, 1))
+    one = jax.tree.map(lambda x: np.ones_like(x[0]), random_states(0, 1))
     stores = [client_store(tree, num_clients) for tree in (one, one["w"])]
-    return State(jnp.zeros(3), stores[0], stores[1:])
+    return State(jnp.asarray(np.zeros(3, "f")), stores[0], stores[1:])
 
 
 def change(state: State, seed: int, count: int) -> State:
     ids = np.random.default_rng(seed).permutation(NUM_CLIENTS)[:count]
-    ids = np.concatenate([ids, [-1] * (-count % 24)])
-    new = random_states(seed, len(ids))
-    controls = scatter_clients(state.controls, ids, new)
-    nested = [scatter_clients(state.nested[0], ids, new["w"])]
-    return State(state.params + 1, controls, nested)
+    new = random_states(seed, count)
+
+    def write(rows: jax.Array, values: np.ndarray) -> jax.Array:
+        changed = np.array(rows)
+        changed[ids] = values
+        return jax.device_put(changed, rows.sharding)
+
+    stores = state.controls, state.nested[0]
+    controls, nested = (
+        ClientStore(jax.tree.map(write, store.rows, rows), NUM_CLIENTS)
+        for store, rows in zip(stores, (new, new["w"]), strict=True)
+    )
+    return State(jnp.asarray(np.asarray(state.params) + 1), controls, [nested])
 
 
 def on_host(state: State) -> Any:

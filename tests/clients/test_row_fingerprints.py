@@ -92,7 +92,7 @@ def test_memory_does_not_grow_with_the_rows() -> None:
 @given(st.sets(st.integers(0, 31)), st.sampled_from([None, ("clients",), ("clients", "fsdp"), ()]))
 def test_rows_that_are_taken_and_written_are_those_of_numpy(row_ids, spec) -> None:
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(32, 4)).astype("f"), rng.integers(0, 9, 32)
+    x, y = rng.normal(size=(32, 4)).astype("f"), rng.integers(0, 9, 32).astype(np.int32)
     put = jnp.asarray
     if spec is not None:
         mesh = make_mesh(clients=4, fsdp=2)
@@ -105,7 +105,7 @@ def test_rows_that_are_taken_and_written_are_those_of_numpy(row_ids, spec) -> No
     is_row = taken >= 0
     assert taken[is_row].tolist() == ids.tolist()
     np.testing.assert_array_equal(np.asarray(rows[0])[is_row], x[ids])
-    new = [np.asarray(-leaf) for leaf in rows]
+    new = [-np.asarray(leaf) for leaf in rows]
     written = write_rows(leaves, blocks, taken, new)
     for leaf, expected, negated in zip(written, (x, y), new, strict=True):
         expected[ids] = negated[is_row]

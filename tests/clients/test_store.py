@@ -40,10 +40,14 @@ def place(x, mesh):
     return jnp.asarray(x) if mesh is None else jax.device_put(x, NamedSharding(mesh, P("clients")))
 
 
-def store_of(table, mesh=None):
+def store_of(table):
     """A store with the rows of a table, one for each client."""
-    store = client_store(np.zeros(table.shape[1:], table.dtype), len(table))
-    return scatter_clients(store, place(np.arange(len(table)), mesh), place(table, mesh))
+    num_clients = len(table)
+    rows = client_store(np.zeros(table.shape[1:], table.dtype), num_clients).rows
+    table = np.concatenate(
+        [table, np.zeros((len(rows) - num_clients, *rows.shape[1:]), table.dtype)]
+    )
+    return ClientStore(jax.device_put(table, rows.sharding), num_clients)
 
 
 def test_each_client_keeps_its_state_over_rounds(current_mesh):
@@ -83,7 +87,7 @@ def test_each_client_keeps_its_state_over_rounds(current_mesh):
 def test_absent_clients_read_zeros(current_mesh):
     table = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
     client_ids = np.array([5, -1, 23, 0, -7, 7, 8, 1], np.int32)
-    result = gather_clients(store_of(table, current_mesh), place(client_ids, current_mesh))
+    result = gather_clients(store_of(table), place(client_ids, current_mesh))
     np.testing.assert_array_equal(result, np.where(client_ids[:, None] < 0, 0, table[client_ids]))
     if current_mesh is not None:
         assert result.sharding.spec[0] == "clients"
@@ -95,7 +99,7 @@ def test_states_of_absent_clients_are_ignored(current_mesh):
     new = np.full((8, 3), np.nan, np.float32)
     new[[1, 5]] = np.random.default_rng(1).normal(size=(2, 3))
     store = scatter_clients(
-        store_of(table, current_mesh), place(client_ids, current_mesh), place(new, current_mesh)
+        store_of(table), place(client_ids, current_mesh), place(new, current_mesh)
     )
     table[[4, 2]] = new[[1, 5]]
     np.testing.assert_array_equal(store.to_host(), table)
@@ -135,7 +139,7 @@ def test_gather_returns_what_scatter_wrote(client_ids, seed):
     table, new, client_ids = np.float32(table), np.float32(new), np.array(client_ids)
     mesh = jax.make_mesh((4,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
-        store = scatter_clients(store_of(table, mesh), place(client_ids, mesh), place(new, mesh))
+        store = scatter_clients(store_of(table), place(client_ids, mesh), place(new, mesh))
         np.testing.assert_array_equal(gather_clients(store, place(client_ids, mesh)), new)
     others = np.setdiff1d(np.arange(24), client_ids)
     np.testing.assert_array_equal(store.to_host()[others], table[others])

@@ -1,5 +1,6 @@
 """Training by an engine for batch jobs: several rounds a job, in the folder of a run."""
 
+import copy
 import dataclasses
 import functools
 import time
@@ -51,7 +52,8 @@ _READ = (
 
 def open_cohorts(experiment: Experiment) -> Clients:
     """Open the clients of an experiment; pickled with the experiment for workers."""
-    cohorts: Any = experiment.build().cohorts
+    # A copy: what an experiment has opened would be pickled with it.
+    cohorts: Any = copy.copy(experiment).build().cohorts
     if not hasattr(cohorts, "read_clients"):
         raise ConfigurationError(
             f"{type(experiment).__name__} has cohorts of the type {type(cohorts).__name__}, whose "
@@ -231,7 +233,7 @@ class HeldoutClients(NamedTuple):
 
 def open_heldout(experiment: Any) -> Clients:
     """Open the held-out clients of an experiment; pickled with the experiment for workers."""
-    clients: Clients = experiment.open_heldout_clients().clients
+    clients: Clients = copy.copy(experiment).open_heldout_clients().clients
     return clients
 
 

@@ -168,9 +168,12 @@ class _Job:
     ) -> None:
         self.pipeline, self.work, self.where = pipeline, work, where
         self.rounds, self.size, self.differing = rounds, size, differing
+        # Pickled once: each step of each round has the name of the file alone.
+        path = FileSystems.join(where, "work")
+        _write(path, beam.coders.CloudpickleCoder().encode(work._replace(noise_key=b"")))
+        self.step = functools.partial(functools.partial, _do, path, work.noise_key)
 
     def build(self) -> None:
-        work = self.work
         start = self.pipeline | "start" >> beam.Create([0])
         path = FileSystems.join(self.where, "arguments")
         arguments = start | "read arguments" >> beam.Map(lambda _: _read(path))
@@ -179,13 +182,15 @@ class _Job:
             results, states = self._round(number, arguments, states)
             is_last = number == self.rounds[-1]
             written = (
-                results if is_last else results | f"{number}: metrics" >> beam.Map(work.metrics)
+                results
+                if is_last
+                else results | f"{number}: metrics" >> beam.Map(self.step("metrics"))
             )
             out = FileSystems.join(self.where, f"results-{number}")
             _ = written | f"{number}: write" >> beam.Map(functools.partial(_write, out))
             if not is_last:
                 arguments = arguments | f"{number}: carry" >> beam.Map(
-                    work.next_arguments, beam.pvalue.AsSingleton(results)
+                    self.step("next_arguments"), beam.pvalue.AsSingleton(results)
                 )
         for kind, state in states.items():
             if state is not None:
@@ -211,21 +216,21 @@ class _Job:
         self, number: int, arguments: Any, states: Mapping[int, Any]
     ) -> tuple[Any, dict[int, Any]]:
         """Add a round; return its results and the states after it."""
-        work, label = self.work, f"{number}: "
+        label = f"{number}: "
         members = (
             self.pipeline
             | f"{label}round" >> beam.Create([number])
-            | f"{label}sample" >> beam.FlatMap(work.sample)
+            | f"{label}sample" >> beam.FlatMap(self.step("sample"))
             | f"{label}spread" >> beam.Reshuffle()
         )
         left: dict[int, Any] = dict(states)
         for kind, state in states.items():
             if state is not None:
                 members, left[kind] = self._join(f"{label}{kind}", kind, members, state)
-        served = arguments | f"{label}server" >> _outputs(work.start, "values", "request")
-        for stage in range(work.num_stages):
+        served = arguments | f"{label}server" >> (_outputs(self.step("start"), "values", "request"))
+        for stage in range(self.work.num_stages):
             step = f"{label}stage {stage}"
-            run = functools.partial(_run_clients, work, stage, number)
+            run = functools.partial(_run_clients, self.step("run_clients", stage, number), stage)
             request = beam.pvalue.AsSingleton(served["request"])
             ran = (
                 members
@@ -234,11 +239,11 @@ class _Job:
                 >> _outputs(run, "terms", "shown", "members", *_STATES.values(), sides=[request])
             )
             members = ran["members"]
-            merge = functools.partial(work.merge, stage)
+            merge = self.step("merge", stage)
             terms = ran["terms"] | f"{step}: merge" >> (
                 beam.CombineGlobally(merge).without_defaults()
             )
-            serve = functools.partial(work.serve, stage)
+            serve = self.step("serve", stage)
             sides = [beam.pvalue.AsSingleton(terms), beam.pvalue.AsList(ran["shown"])]
             served = served["values"] | f"{step}: server" >> (
                 _outputs(serve, "values", "request", "results", sides=sides)
@@ -253,14 +258,14 @@ class _Job:
 
     def _join(self, label: str, kind: int, members: Any, states: Any) -> tuple[Any, Any]:
         """Give members their states; return them, and the states of all others."""
-        work = self.work
+        join = self.step("join")
         keyed = members | f"{label}: key" >> beam.Map(lambda member: (member[kind], member))
         joined = (
             {"members": keyed, "states": states}
             | f"{label}: group" >> beam.CoGroupByKey()
             | f"{label}: join"
             >> _outputs(
-                lambda group: work.join(group[0], group[1]["members"], group[1]["states"]),
+                lambda group: join(group[0], group[1]["members"], group[1]["states"]),
                 "members",
                 "states",
             )
@@ -271,13 +276,28 @@ class _Job:
 _STATES = {kind: f"states {kind}" for kind in (PARTICIPANT, CLIENT)}
 
 
+def _do(path: str, noise_key: bytes, name: str, *args: Any) -> Any:
+    """Call a method of the work of a job, which is in a file without its key."""
+    return getattr(_load_work(path)._replace(noise_key=noise_key), name)(*args)
+
+
+@functools.lru_cache(maxsize=2)
+def _load_work(path: str) -> BatchWork:
+    """Load the work of a job once in a process."""
+    work: BatchWork = beam.coders.CloudpickleCoder().decode(_read(path))
+    return work
+
+
 def _run_clients(
-    work: BatchWork, stage: int, number: int, members: Sequence[Any], request: bytes
+    run: Callable[..., Iterator[tuple[str, Any]]],
+    stage: int,
+    members: Sequence[Any],
+    request: bytes,
 ) -> Iterator[tuple[str, Any]]:
     count = beam.metrics.Metrics.counter
     count("fedpax", f"participants of stage {stage}").inc(len(members))
     count("fedpax", f"blocks of stage {stage}").inc()
-    return work.run_clients(stage, number, members, request)
+    return run(members, request)
 
 
 def _outputs(

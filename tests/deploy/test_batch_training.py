@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import os
+import pickle
 
 import jax
 import numpy as np
@@ -16,7 +17,12 @@ import fedpax
 from fedpax.checkpoints import load_params
 from fedpax.checkpoints.saved_rounds import DamagedCheckpointError
 from fedpax.commands.parts.options import configure
-from fedpax.deploy.batch_training import for_workers, open_cohorts, train_in_batches
+from fedpax.deploy.batch_training import (
+    for_workers,
+    open_cohorts,
+    open_heldout,
+    train_in_batches,
+)
 from fedpax.errors import ConfigurationError
 from fedpax.training import read_metrics, select
 from fedpax.training.round_logger import NonFiniteError
@@ -174,3 +180,20 @@ def test_workers_get_an_experiment_without_its_data(experiment, tmp_path):
     assert "opened" in opened.__dict__
     fresh = for_workers(opened, tmp_path)
     assert fresh == opened and "opened" not in fresh.__dict__ and "prepared" not in fresh.__dict__
+
+
+@pytest.mark.parametrize("open_clients", [open_cohorts, open_heldout])
+def test_an_opened_job_is_pickled_without_its_data(open_clients, experiment, tmp_path):
+    """An engine opens clients before it pickles the function, once for each step of a job."""
+    opened = experiment()
+    opened.write_configuration(tmp_path, "fedavg_table")
+    clients = functools.partial(open_clients, for_workers(opened, tmp_path))
+    before = pickle.dumps(clients)
+    first = clients()
+    assert pickle.dumps(clients) == before
+    ids = first.client_ids(0)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        pickle.loads(before)().read_clients(0, ids),
+        first.read_clients(0, ids),
+    )

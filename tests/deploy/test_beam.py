@@ -18,7 +18,7 @@ from fedpax.checkpoints import load_params
 from fedpax.deploy import Artifact, EachClient
 from fedpax.main import main
 
-pytest.importorskip("apache_beam", reason="Apache Beam needs an environment of its own")
+beam = pytest.importorskip("apache_beam", reason="Apache Beam needs an environment of its own")
 pytestmark = pytest.mark.slow
 
 from fedpax.deploy.beam import run_beam  # noqa: E402
@@ -84,6 +84,27 @@ def test_analytics_have_data_alone():
     (result,) = run_beam(histogram, clients=lambda: EachClient(draw, 50), block_size=7)
     expected, _ = np.histogram(np.stack([draw(k) for k in range(50)]), 4, (-2, 2))
     np.testing.assert_array_equal(result, expected)
+
+
+def test_a_pipeline_is_small_whatever_a_job_holds(monkeypatch):
+    """Its steps are pickled one by one: they name the file of the job's work."""
+    data, sizes, run = np.random.default_rng(6).normal(size=(5, 50_000)), [], beam.Pipeline.run
+
+    def measured(pipeline, *args, **settings):
+        sizes.append(len(pipeline.to_runner_api().SerializeToString()))
+        return run(pipeline, *args, **settings)
+
+    @fedpax.program(clients=5)
+    def keep_sums(state, x):
+        own = fedpax.federated_map(jnp.add, state["own"], x)
+        return {"own": own, "mean": fedpax.federated_mean(own)}, {}
+
+    monkeypatch.setattr(beam.Pipeline, "run", measured)
+    state = {"own": jnp.float32(data), "mean": jnp.zeros(50_000)}
+    clients = EachClient(lambda client: np.float32(data[client]), 5)
+    result, _ = run_beam(keep_sums, state, clients=lambda: clients, rounds=3)[-1]
+    np.testing.assert_allclose(result["own"], 4 * data, rtol=1e-5)
+    assert sizes[0] < 300_000 < data.nbytes / 5
 
 
 def test_a_server_that_reads_data_is_told():

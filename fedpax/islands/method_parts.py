@@ -27,8 +27,9 @@ def build_parts(experiment: Experiment, mesh: MeshConfig, exp: str = "") -> Run:
     if run.algorithm.parts is None:
         raise ConfigurationError(
             f"--exp={exp or type(experiment).__name__} runs as one program only, expected an "
-            "experiment whose algorithm has parts. Use one of Decoupled DiLoCo, such as "
-            "--exp=decoupled_diloco_text, or set FederatedAlgorithm.parts."
+            "experiment whose algorithm has parts, or one with clients of sites. For clients, "
+            "inherit from fedpax.experiments.ClientExperiment. For islands, use one of Decoupled "
+            "DiLoCo, such as --exp=decoupled_diloco_text, or set FederatedAlgorithm.parts."
         )
     training = experiment.training
     training.check_read(_READ, "islands with runtimes of their own")

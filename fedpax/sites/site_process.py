@@ -16,7 +16,7 @@ from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.saved_rounds import set_aside_after
 from fedpax.preemption import PreemptionGuard
-from fedpax.run_files.configuration import flatten, to_json, write_configuration
+from fedpax.run_files.configuration import flatten, is_within_fedpax, to_json, write_configuration
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import CHECKPOINTS, refuse_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment
@@ -202,7 +202,7 @@ class Identity(NamedTuple):
     experiment: Mapping[str, Any]  # the fields of the experiment by path, except `LOCAL`
     model: Mapping[str, str]  # dtype and shape of each parameter by path
     wire_format: int = WIRE_FORMAT
-    # hashes of files, by the field that names the file
+    # hashes of files, by the field that names the file; None of islands
     content: Mapping[str, str] | None = None
 
 
@@ -236,7 +236,7 @@ def find_difference(expected: Identity, other: Mapping[str, Any]) -> str | None:
     if difference := find_other_format(other.get("wire_format"), expected.wire_format):
         return f"this process {difference}"
     for field, name, remedy in (
-        ("experiment", "configuration", "Give `fedpax join` the flags of `fedpax syncer`."),
+        ("experiment", "configuration", _same_flags(expected)),
         ("model", "model", "Use the same code and the same flags on both sides."),
         ("content", "content of files", "Use the same files on both sides."),
     ):
@@ -252,6 +252,13 @@ def find_difference(expected: Identity, other: Mapping[str, Any]) -> str | None:
             more = f", and {len(paths) - 5} more differ" if len(paths) > 5 else ""
             return f"this process has another {name}: {shown[:1000]}{more}. {remedy}"
     return None
+
+
+def _same_flags(expected: Identity) -> str:
+    flags = "Give `fedpax join` the flags of `fedpax syncer`"
+    if expected.content is None or is_within_fedpax(str(expected.experiment.get("class"))):
+        return f"{flags}."
+    return f"{flags}, or add a field that each site sets to own_fields of the experiment's class."
 
 
 def find_other_format(stated: Any, expected: int = WIRE_FORMAT) -> str | None:

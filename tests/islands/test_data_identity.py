@@ -7,9 +7,12 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from islands.site_problem import Sites
 from islands.syncer_methods import parts
 from site_processes import Processes, wait_until
+from small_regression import regression
 
-from fedpax.islands.method_parts import MAX_DATA_SETS, describe_other_data, shorten
+from fedpax.errors import ConfigurationError
+from fedpax.islands.method_parts import MAX_DATA_SETS, build_parts, describe_other_data, shorten
 from fedpax.islands.syncer.syncer_store import SyncerStore
+from fedpax.parallel.mesh import SINGLE_DEVICE
 from fedpax.transport.calls import RefusedError
 
 # On one worker, where each method is compiled once for all of these tests.
@@ -97,3 +100,11 @@ def test_a_difference_is_described():
     )
     assert describe_other_data("oslo", oslo, "rome", oslo) is None
     assert describe_other_data("oslo", {}, "rome", rome) is None  # unknown
+
+
+def test_clients_are_referred_to_their_base_class() -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        build_parts(regression(), SINGLE_DEVICE, "./mine.py:exp")
+    message = str(raised.value)
+    assert message.startswith("--exp=./mine.py:exp runs as one program only")
+    assert "For clients, inherit from fedpax.experiments.ClientExperiment" in message

@@ -13,6 +13,7 @@ from fedpax.secure_sums.arithmetic import EXACT_WORDS, WORDS
 from fedpax.sites.site_process import WIRE_FORMAT, find_difference, find_other_format, identify
 from fedpax.transport.calls import RefusedError
 from fedpax.transport.message import Message, decode, encode
+from sites.small_experiment import small
 
 PARAMS = {"w": np.zeros((2, 3), np.float32)}
 
@@ -78,3 +79,20 @@ def test_an_infinite_setting_is_sent_and_compared() -> None:
     assert find_difference(infinite, sent) is None
     difference = find_difference(identify(experiment, PARAMS), sent)
     assert "optimizer.grad_clip_norm is Infinity, and 1.0" in (difference or "")
+
+
+def test_fields_of_ones_own_class_can_be_those_of_sites() -> None:
+    """A field that differs can be one that each site sets, where the class can name it."""
+    own = small()
+    other = identify(small(features=4), PARAMS, own.own_fields, {})
+    same = "Give `fedpax join` the flags of `fedpax syncer`"
+    for fields, content, remedy in (
+        ({}, {}, f"{same}, or add a field that each site sets to own_fields of the experiment's "),
+        ({"class": "fedpax.experiments.fedavg_table:FedAvgTable"}, {}, f"{same}."),
+        ({}, None, f"{same}."),  # islands
+    ):
+        expected = identify(own, PARAMS, own.own_fields, content)
+        expected = expected._replace(experiment={**expected.experiment, **fields})
+        stated = other._replace(experiment={**other.experiment, **fields}, content=content)
+        difference = find_difference(expected, stated._asdict()) or ""
+        assert "features is 4, and 3 at the syncer. " + remedy in difference

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import jax
@@ -13,13 +14,7 @@ from jax.sharding import NamedSharding
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.checks import Count, Positive
 from fedpax.clients.cohort import CohortStream
-from fedpax.data import (
-    ClientSampler,
-    CohortRounds,
-    Partition,
-    Source,
-    load,
-)
+from fedpax.data import ClientSampler, CohortRounds, Partition, Source, load
 from fedpax.data.rounds.cohort_stream import PadTo
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess
 from fedpax.deploy.batch_training import HeldoutClients
@@ -31,6 +26,7 @@ from fedpax.experiments.parts.over_sites import (
     SitePopulation,
     batch_shapes,
     drawer,
+    fine_tuner,
     sample_present,
 )
 from fedpax.experiments.parts.private_runs import (
@@ -53,9 +49,9 @@ from fedpax.settings.cohort_settings import (
     over_clients,
     with_cohort,
 )
-from fedpax.sites.site_experiment import ClientRange, CoordinatorRun, SiteRun
+from fedpax.sites.site_experiment import SITE_FILE, ClientRange, CoordinatorRun, SiteRun
 from fedpax.sources.source import Examples
-from fedpax.training.evaluation import Batch, evaluator
+from fedpax.training.evaluation import Batch, batch_weight, evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings
 
 
@@ -75,6 +71,8 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             FedAvg. With the server optimizer "adagrad", "adam" or "yogi", it is FedAdagrad, FedAdam
             or FedYogi.
         aggregator: how the clients' updates are combined. Default: the weighted mean.
+        own_fields: paths of the fields that may differ between sites. A subclass adds its own:
+            `own_fields = (*ClientExperiment.own_fields, "data.heldout_fraction")`.
     """
 
     heldout_batch_size: Count = 256
@@ -84,7 +82,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
     method: MethodConfig = method("fedavg")
     aggregator: AggregatorConfig = aggregator("mean")
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
-    own_fields: ClassVar[tuple[str, ...]] = ("heldout_batch_size",)
+    own_fields: ClassVar[tuple[str, ...]] = ("heldout_batch_size", "data.files")
     pad_to: ClassVar[PadTo] = "population"
     takes_clusters: ClassVar[bool] = False  # methods with several models, such as hypcluster
 
@@ -114,23 +112,29 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
 
     @abc.abstractmethod
     def make_model(self) -> FunctionalModel:
-        """Make the model."""
+        """Make the model; `fedpax.models.to_functional` takes a module of flax.nnx."""
 
     @abc.abstractmethod
     def make_loss(self, model: FunctionalModel) -> LossFn:
-        """Make the training loss."""
+        """Make the loss, `(params, batch) -> (mean, metrics)`; `batch["mask"]` is 0 for padding."""
 
     @abc.abstractmethod
     def make_preprocess(self) -> Preprocess:
-        """Make the function from the fields of examples to the fields of batches."""
+        """Make the function from fields of examples `[examples, ...]` to a batch's numbers."""
 
     @abc.abstractmethod
     def read_clients(self) -> tuple[Examples | Arrays, Partition]:
-        """Return the training examples, and the indices of each client's examples."""
+        """Return the training examples, and the indices of each client's examples.
+
+        At a site, of its own clients. They are numbered in this order.
+        """
 
     @abc.abstractmethod
     def open_heldout(self, preprocess: Preprocess) -> Callable[[], Sequence[Batch]]:
-        """Open the held-out data, and return the function that reads the evaluation's batches."""
+        """Open the held-out data, and return the function that reads the evaluation's batches.
+
+        Batches have equal shapes `[batch, ...]`: `fedpax.data.example_batches` adds a mask.
+        """
 
     def make_evaluation(
         self, evaluate: Callable[..., Callable[[Params], dict[str, float]]], model: FunctionalModel
@@ -237,7 +241,10 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         )
 
     def blank_example(self) -> Arrays | None:
-        """Return the fields of one example, `[1, ...]`, if they are known without data."""
+        """Return the fields of one example, `[1, ...]`, which a coordinator states without data.
+
+        Default None: the types of a batch are those that most sites have.
+        """
         return None
 
     def _batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct] | None:
@@ -256,9 +263,8 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         sampler = ChosenClients(clients.total, size, fitting.cohort.seed)
         rounds = fitting.cohort.rounds(examples, population, sampler, preprocess)
         model = fitting.make_model()
-        algorithm = fitting.make_algorithm(
-            fitting.make_loss(model), fitting.make_sampler(population)
-        )
+        loss_fn = fitting.make_loss(model)
+        algorithm = fitting.make_algorithm(loss_fn, fitting.make_sampler(population))
         evaluate = fitting._evaluate_on(fitting.open_heldout(preprocess)(), model)
         draw = drawer(rounds, fitting.make_stream(rounds, sampler), sampler)
         return SiteRun(
@@ -269,20 +275,26 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             evaluate,
             fitting.count_heldout(),
             fitting.name_clients(own),
+            fine_tune=fine_tuner(draw, clients, size, loss_fn, self.client_learning_rate),
             finish=self.finish_metrics,
             is_private=configured_accountant(self.aggregator) is not None,
         )
 
     def name_clients(self, population: Partition) -> Sequence[str]:
-        """Return the names of clients, by default the data set's names, or their numbers."""
+        """Return the names of clients: a client's state at a site belongs to its name.
+
+        Default: `population.names`, as of `fedpax.data.partition_natural`, or their numbers.
+        """
         names = getattr(population, "names", range(len(population)))
         return [client_name(name) for name in names]
 
     def count_heldout(self) -> int:
-        """Return the number of held-out examples."""
-        return sum(
-            int(np.sum(batch["mask"])) for batch in self.open_heldout(self.make_preprocess())()
-        )
+        """Return the number of held-out examples, which weighs a site's metrics."""
+        return int(sum(map(batch_weight, self.open_heldout(self.make_preprocess())())))
+
+    def read_inputs(self, folder: Path) -> None:
+        """Find out whether the folder is a site's, which can have fewer clients than a round."""
+        self.__dict__["_of_site"] = (folder / SITE_FILE).is_file()
 
     def build(self) -> Run:
         """Open the data, and make the population, cohorts, model, algorithm and mesh."""
@@ -290,6 +302,9 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         num_devices = mesh.shape.get("clients", 1)
         preprocess = self.make_preprocess()
         training, population = self.read_clients()
+        if self.__dict__.get("_of_site"):
+            total = max(len(population), self.cohort.size)
+            population = SitePopulation(population, 0, total)
         sampler = self.make_sampler(population)
         model = self.make_model()
         loss_fn = self.make_loss(model)

@@ -33,7 +33,6 @@ from fedpax.experiments.parts.client_evaluation import (
 from fedpax.experiments.parts.file_experiments import (
     INPUTS,
     OwnExamples,
-    ServerState,
     means_over_parts,
     note_training,
     read_saved_inputs,
@@ -43,7 +42,7 @@ from fedpax.experiments.parts.file_experiments import (
 from fedpax.models.losses import ModelLoss, classification_loss, l2_regularized, squared_error_loss
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.mesh_sizes import ShardedSize
-from fedpax.settings.client_methods import fine_tuned_models, sum_fine_tuned
+from fedpax.settings.client_methods import fine_tuned_models
 from fedpax.settings.table_data import FilesConfig
 from fedpax.sites.site_experiment import ClientRange, SiteRun
 from fedpax.training.client_metrics import ClientMetrics, ExampleOwners
@@ -74,7 +73,6 @@ class FedAvgFiles(ClientExperiment):
         "data.client",
         "data.decimal_point",
         "data.delimiter",
-        "data.files",
         "data.heldout_clients",
         "data.heldout_fraction",
         "data.heldout_split",
@@ -187,7 +185,6 @@ class FedAvgFiles(ClientExperiment):
         return run._replace(
             heldout_parts={NEW: of_new},
             evaluate_personal=lambda state: evaluate()(state),
-            fine_tune=self.fine_tune,
         )
 
     def name_clients(self, population: Partition) -> Sequence[str]:
@@ -363,14 +360,6 @@ class FedAvgFiles(ClientExperiment):
             return self.method.personal_models(train_loss, rate, state, cohort)
 
         return means_over_parts(models_of, loss_fn, self._own_examples)
-
-    def fine_tune(self, params: Params) -> Params:
-        """Return the model after the local steps of one more round of all training clients."""
-        train_loss, rate = self.make_loss(self.make_model()), self.client_learning_rate
-        add_up = jax.jit(functools.partial(sum_fine_tuned, train_loss, rate))
-        sums = [add_up(ServerState(params), cohort) for cohort, _ in self._own_rounds]
-        total, weight = jax.tree.map(lambda *terms: sum(terms), *sums)
-        return jax.tree.map(lambda x, like: (x / weight).astype(like.dtype), total, params)
 
     def own_metrics_by_client(self) -> Callable[[Any], ClientMetrics]:
         """Make the evaluation of the clients' own models: `state -> metrics of each client`."""

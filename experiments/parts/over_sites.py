@@ -6,8 +6,11 @@ from typing import Any, Self
 
 import jax
 import numpy as np
+import optax
 from numpy.typing import NDArray
 
+from fedpax.algorithm import LossFn, Params
+from fedpax.algorithms import fedavg
 from fedpax.clients.cohort import Cohort, CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition
 from fedpax.data.tables.labels import Label
@@ -130,3 +133,26 @@ def drawer(
         return next(stream)
 
     return draw
+
+
+def fine_tuner(
+    draw: Callable[[int, Sequence[int]], Cohort],
+    clients: ClientRange,
+    cohort_size: int,
+    loss_fn: LossFn,
+    learning_rate: float,
+) -> Callable[[Params], Params]:
+    """Return the function that takes one more round of FedAvg with a site's clients alone."""
+    ids = range(clients.first, clients.first + clients.number)
+    optimizer = optax.sgd(learning_rate)
+    alone = fedavg(loss_fn, cohort_size=cohort_size, client_optimizer=optimizer, chunk_size=1)
+    step = jax.jit(alone.round)
+
+    def fine_tune(params: Params) -> Params:
+        cohorts = (draw(0, ids[k : k + cohort_size]) for k in range(0, len(ids), cohort_size))
+        parts = [(step(alone.init(params), c)[0].params, np.sum(c.num_examples)) for c in cohorts]
+        models, examples = zip(*parts, strict=True)
+        weights = np.maximum(examples, 1e-9)  # without examples the model stays
+        return jax.tree.map(lambda *x: np.average(x, 0, weights).astype(x[0].dtype), *models)
+
+    return fine_tune

@@ -280,15 +280,6 @@ def fine_tuned_models(loss_fn: LossFn, learning_rate: float, state: Any, cohort:
     return _of_each_client(train, cohort)
 
 
-def sum_fine_tuned(
-    loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
-) -> tuple[Params, chex.Array]:
-    """Add up the fine-tuned models of clients, weighted by their examples, and the weights."""
-    models = fine_tuned_models(loss_fn, learning_rate, state, cohort)
-    weights = jnp.float32(cohort.num_examples)
-    return jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), models), weights.sum()
-
-
 def _of_each_client(personalize: Callable[[chex.ArrayTree, Any], Params], cohort: Cohort) -> Params:
     size = jax.tree.leaves(cohort.batches)[0].shape[0]
     return jax.vmap(personalize, axis_size=size)(cohort.batches, cohort.num_steps)

@@ -71,7 +71,7 @@ def evaluator(
         )
     num_steps = -(-len(batches) // num_participants)
     padding = num_steps * num_participants - len(batches)
-    weights = np.array([*[_weight(b) for b in batches], *[0.0] * padding], np.float32)
+    weights = np.array([*[batch_weight(b) for b in batches], *[0.0] * padding], np.float32)
     stacked = jax.tree.map(lambda *xs: np.stack([*xs, *[xs[0]] * padding]), *batches)
     del batches  # they may take as much memory as `stacked`
     placed, placed_weights = jax.tree.map(
@@ -230,7 +230,8 @@ def heldout_metrics(run: Run, state: Any) -> HeldoutMetrics:
     return metrics if run.evaluate_state is None else {**metrics, **run.evaluate_state(state)}
 
 
-def _weight(batch: Batch) -> float:
+def batch_weight(batch: Batch) -> float:
+    """Return the sum of a batch's mask, or its number of examples."""
     if "mask" in batch:
         return float(np.sum(batch["mask"], dtype=np.float64))
     return float(jax.tree.leaves(batch)[0].shape[0])

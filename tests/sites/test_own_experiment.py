@@ -1,0 +1,134 @@
+"""The experiment of docs/experiments.md over two sites equals its training in one place."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from site_processes import free_port
+
+from fedpax.checkpoints.saved_state import load_params
+from fedpax.experiments import ClientExperiment
+from fedpax.experiments.catalog import find_experiment
+from fedpax.main import main
+from fedpax.settings.client_methods import method
+from fedpax.sites.site_experiment import ClientRange
+from fedpax.training.training_config import TrainingConfig
+from sites.federation import run
+from sites.test_equals_training import train_together
+
+ROOT = Path(__file__).parents[2]
+EXP = "--exp=./clinics.py:clinics"
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Write the files of the page's section, and return its commands."""
+    page = (ROOT / "docs" / "experiments.md").read_text()
+    section = page.partition("\n## Clients at sites\n")[2].partition("\n## ")[0]
+    experiment, data, _ = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("clinics.py").write_text(experiment)
+    exec(data, {"np": np})
+    yield re.findall(r"^```sh\n(.*?)^```$", section, re.M | re.S)[0]
+    sys.modules.pop("clinics", None)
+
+
+def clinics(files: str, rounds: int = 3) -> ClientExperiment:
+    """Make the experiment on some files."""
+    experiment = find_experiment("./clinics.py:clinics")()
+    training = TrainingConfig(rounds=rounds, evaluate_every=rounds, checkpoint_every=0)
+    data = dataclasses.replace(experiment.data, files=files)
+    return dataclasses.replace(experiment, data=data, training=training)
+
+
+@pytest.mark.usefixtures("commands")
+def test_equals_training_in_one_place(tmp_path: Path) -> None:
+    sites = {name: clinics(f"clinics/{name}.npz") for name in ("bergen", "lund")}
+    outcome = run(clinics("no/data"), sites, tmp_path / "runs", personal=True)
+    whole = clinics("clinics/*.npz")
+    for leaf, other in zip(outcome.params, train_together(whole, 3), strict=True):
+        assert np.abs(other).max() > 0.01
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
+
+    # `--personal`: one more round of a site's clients alone. It has 9, and a round 20.
+    alone = sites["bergen"].sized(9).build()
+    state = alone.algorithm.init(outcome.coordinator.params)
+    state, _ = alone.algorithm.round(state, next(alone.cohorts))
+    tuned = jax.tree.leaves(load_params("runs/bergen/fine_tuned", 3))
+    pairs = zip(tuned, jax.tree.leaves(state.params), outcome.params, strict=True)
+    for leaf, other, shared in pairs:
+        assert np.abs(leaf - shared).max() > 1e-4
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
+
+    for folder in ("runs/bergen", "runs/bergen/fine_tuned"):
+        of = [EXP, f"--job_log_dir={folder}"]
+        assert main(["evaluate", *of]) == 0
+        assert main(["export", *of, f"--out={folder}.npz"]) == 0
+        exported = np.load(f"{folder}.npz")
+        assert {name.partition(".")[0] for name in exported} == {"hidden", "out"}
+
+
+@pytest.mark.usefixtures("commands")
+def test_ditto_at_a_site_is_fine_tuned_too() -> None:
+    site = dataclasses.replace(clinics("clinics/bergen.npz"), method=method("ditto"))
+    made = site.at_site(ClientRange(0, 9, 23))
+    params = made.init(jax.random.key(0))
+    assert made.fine_tune is not None
+    tuned = made.fine_tune(params)
+    assert made.evaluate(tuned)["loss"] < made.evaluate(params)["loss"]
+
+    # A site of more clients than a round has takes their steps in several cohorts.
+    cohort = dataclasses.replace(site.cohort, size=4)
+    parts = dataclasses.replace(site, cohort=cohort).at_site(ClientRange(0, 9, 23))
+    assert parts.fine_tune is not None
+    pairs = zip(jax.tree.leaves(parts.fine_tune(params)), jax.tree.leaves(tuned), strict=True)
+    for leaf, other in pairs:
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.usefixtures("commands")
+def test_held_out_batches_need_no_mask() -> None:
+    experiment = clinics("clinics/bergen.npz")
+    count = experiment.count_heldout()
+    batches = experiment.open_heldout(experiment.make_preprocess())()
+    without = [{"x": batch["x"], "y": batch["y"]} for batch in batches]
+
+    class Unmasked(type(experiment)):
+        def open_heldout(self, preprocess):
+            return lambda: without
+
+    assert 0 < count < Unmasked(**vars(experiment)).count_heldout() == 256 * len(batches)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page(commands: str) -> None:
+    Path("bin").mkdir()
+    command = Path("bin", "fedpax")
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m fedpax.main "$@"\n')
+    command.chmod(0o755)
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment |= {
+        "PATH": f"{Path('bin').absolute()}:{os.environ['PATH']}",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    alone = f"fedpax train {EXP} --job_log_dir=runs/clinics\n"
+    script = alone + commands.replace(":7000", f":{free_port()}") + "wait\n"
+    done = subprocess.run(
+        ["bash", "-e", "-c", script], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    wanted = jax.tree.leaves(load_params("runs/clinics"))
+    for folder in ("coordinator", "bergen", "lund"):
+        for leaf, other in zip(jax.tree.leaves(load_params(f"runs/{folder}")), wanted, strict=True):
+            np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
+    assert Path("runs/bergen/fine_tuned/checkpoints/10").exists()
+    assert Path("model").exists()

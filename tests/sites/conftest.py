@@ -1,5 +1,6 @@
 """Collects the notes of coordinators, and divides the rounds of an algorithm once."""
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,9 +10,11 @@ import jax
 import numpy as np
 import pytest
 
+from fedpax.primitives.placement import trace_for_stages
 from fedpax.sites import coordinator_program
 from fedpax.training.progress import Progress
 from fedpax.transforms.stages import Stages
+from fedpax.transforms.wiring import trace_program
 
 
 @pytest.fixture
@@ -24,11 +27,12 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def divided_once() -> Iterator[None]:
-    """Divide functions of the same equations and constants once.
+    """Divide functions of the same equations and constants once, and trace each function once.
 
-    Else the coordinator and each site of a test would trace, lower and load the same stages.
+    Else the coordinator and each site of a test would divide, lower and load the same stages.
     """
     divide, lock = coordinator_program.stages, threading.Lock()
+    module = importlib.import_module(divide.__module__)  # whose name in its package is a function
     divided: dict[Any, Stages] = {}
 
     def stages(program: Callable[..., Any], *args: Any, known: Sequence[str] = ()) -> Stages:
@@ -36,11 +40,13 @@ def divided_once() -> Iterator[None]:
         key = (program, tree, *types, *known)
         with lock:
             if key not in divided:
-                traced = jax.make_jaxpr(program)(*args)
-                constants = [np.asarray(x).tobytes() for x in traced.consts]
-                equations = (str(traced.jaxpr), *constants, *key[1:])
+                with trace_for_stages():
+                    traced = trace_program(program, args)
+                constants = [np.asarray(x).tobytes() for x in traced[0].consts]
+                equations = (str(traced[0].jaxpr), *constants, *key[1:])
                 if equations not in divided:
-                    divided[equations] = divide(program, *args, known=known)
+                    with mock.patch.object(module, "trace_program", lambda *_: traced):
+                        divided[equations] = divide(program, *args, known=known)
                 divided[key] = divided[equations]
             return divided[key]
 

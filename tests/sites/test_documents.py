@@ -89,7 +89,8 @@ def train_together(whole: FedAvgText) -> tuple[Any, dict[str, float]]:
     frozen = () if built.frozen is None else (built.frozen.load(),)
     step: Any = jax.jit(built.algorithm.round)
     for _ in range(2):
-        state, _ = step(state, next(built.cohorts), *frozen)
+        # From the host: compiled once, though a state from `init` is placed differently.
+        state, _ = step(jax.device_get(state), next(built.cohorts), *frozen)
     return jax.device_get(state.params), dict(built.evaluate(state.params))
 
 

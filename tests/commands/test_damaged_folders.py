@@ -1,11 +1,13 @@
 """Tests of commands on a folder whose files would block, hang, or write to the terminal."""
 
+import contextlib
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +15,20 @@ import pytest
 from PIL import Image
 from small_runs import Command
 
+from fedpax import deploy
 from fedpax.checkpoints.saved_rounds import find_damage, write_checksums
 from fedpax.commands.parts.options import configure
-from fedpax.data import prepare
+from fedpax.data import load, prepare
+from fedpax.deploy.nodes.kept_state import KeptState, read_position
+from fedpax.deploy.round_program import read_program
 from fedpax.errors import ConfigurationError
 from fedpax.files import parse_json
+from fedpax.models.huggingface import load_config
 from fedpax.run_files.configuration import read_configuration, write_configuration
+from fedpax.run_files.metrics import read_metrics
 from fedpax.run_files.paths import METRICS, complete_rounds, rounds_without_checksums
+from fedpax.sites.site_files import read_federation, read_run
+from fedpax.text.tokenizer_json import named_end
 
 EVIL = "\x1b]0;title\x07\x1b[2J\r\n\u202e\x9b31m"
 NESTED = "[" * 100_000 + "]" * 100_000
@@ -144,6 +153,32 @@ def test_a_link_to_itself_is_no_checkpoint(tmp_path: Path) -> None:
     assert complete_rounds(tmp_path) == [] and rounds_without_checksums(tmp_path) == []
 
 
+@contextlib.contextmanager
+def another_user() -> Iterator[None]:
+    """Give up the permissions of root, if the tests have them."""
+    if os.getuid():
+        yield
+        return
+    os.setresgid(65534, 65534, 0)
+    os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+        os.setresgid(0, 0, 0)
+
+
+def errors_of(readers: Iterable[Callable[[], object]]) -> list[str]:
+    """Call functions; return the errors that they raise."""
+    lines = []
+    for read in readers:
+        try:
+            read()
+        except Exception as error:
+            lines.append(f"{type(error).__name__}: {error}")
+    return lines
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
 def test_a_missing_permission_is_no_damage(folder: Path) -> None:
     """Another user reads the folder: nothing advises to delete files."""
@@ -158,28 +193,11 @@ def test_a_missing_permission_is_no_damage(folder: Path) -> None:
     for path in [folder.parent, *folder.parent.parents]:
         if path.stat().st_uid == os.getuid() and path != Path("/"):
             path.chmod(path.stat().st_mode | 0o055)
-    code = """
-import os, sys
-from pathlib import Path
-from fedpax.checkpoints.saved_rounds import find_damage
-from fedpax.run_files.configuration import read_configuration
-from fedpax.run_files.metrics import read_metrics
-folder = Path(sys.argv[1])
-if os.getuid() == 0:
-    os.setgid(65534), os.setuid(65534)
-readers = [(find_damage, folder / "checkpoints" / "1")]
-readers += [(read, run) for read in (read_configuration, read_metrics)
-            for run in (folder, folder / "closed")]
-for read, path in readers:
-    try:
-        read(path)
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}")
-"""
-    command = [sys.executable, "-c", code, str(folder)]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    lines = process.stdout.splitlines()
+    readers = [lambda: find_damage(checkpoint)]
+    for run in (folder, folder / "closed"):
+        readers += [functools.partial(read, run) for read in (read_configuration, read_metrics)]
+    with another_user():
+        lines = errors_of(readers)
     assert lines[0].startswith("PermissionError: [Errno 13] Permission denied")
     for line in lines[1:]:
         assert re.search("permission denied \\((it belongs to|its owner is unknown)", line)
@@ -202,47 +220,22 @@ def test_other_files_without_permission_are_no_damage(tmp_path: Path) -> None:
     for path in [tmp_path, *tmp_path.parents]:
         if path.stat().st_uid == os.getuid() and path != Path("/"):
             path.chmod(path.stat().st_mode | 0o055)
-    code = """
-import os, sys
-from pathlib import Path
-from fedpax.data import load as load_data
-from fedpax.deploy import load
-from fedpax.deploy.nodes.kept_state import KeptState
-from fedpax.deploy.nodes.kept_state import read_position
-from fedpax.deploy.round_program import read_program
-from fedpax.models.huggingface import load_config
-from fedpax.sites.site_files import read_federation
-from fedpax.sites.site_files import read_run
-from fedpax.text.tokenizer_json import named_end
-folder = Path(sys.argv[1])
-readers = (
-    lambda: load_data(str(folder / "a.csv")),
-    lambda: load_data(str(folder / "prepared")),
-    lambda: load_data(str(folder / "a.png")),
-    lambda: load(folder),
-    lambda: KeptState(folder).read("1.0"),
-    lambda: read_position(folder / "position", ""),
-    lambda: read_program(folder / "program.json"),
-    lambda: load_config(folder),
-    lambda: read_federation(folder),
-    lambda: read_run(folder),
-    lambda: named_end(folder / "tokenizer.json"),
-)
-def read_all():
-    for read in readers:
-        try:
-            read()
-        except Exception as error:
-            yield f"{type(error).__name__}: {error}"
-list(read_all())  # imports what another user may not be able to import
-if os.getuid() == 0:
-    os.setgid(65534), os.setuid(65534)
-print(*read_all(), sep="\\n")
-"""
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    lines = process.stdout.splitlines()
+    readers = (
+        lambda: load(str(tmp_path / "a.csv")),
+        lambda: load(str(tmp_path / "prepared")),
+        lambda: load(str(tmp_path / "a.png")),
+        lambda: deploy.load(tmp_path),
+        lambda: KeptState(tmp_path).read("1.0"),
+        lambda: read_position(tmp_path / "position", ""),
+        lambda: read_program(tmp_path / "program.json"),
+        lambda: load_config(tmp_path),
+        lambda: read_federation(tmp_path),
+        lambda: read_run(tmp_path),
+        lambda: named_end(tmp_path / "tokenizer.json"),
+    )
+    errors_of(readers)  # imports what another user may not be able to import
+    with another_user():
+        lines = errors_of(readers)
     assert len(lines) == 11
     for line in lines:
         assert line.startswith("PermissionError: [Errno 13]") and str(tmp_path) in line, line

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+import fedpax
 from fedpax.primitives.placement import trace_for_stages
 from fedpax.sites import coordinator_program
 from fedpax.training.progress import Progress
@@ -25,19 +26,19 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return messages
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def divided_once() -> Iterator[None]:
     """Divide functions of the same equations and constants once, and trace each function once.
 
     Else the coordinator and each site of a test would divide, lower and load the same stages.
     """
-    divide, lock = coordinator_program.stages, threading.Lock()
+    divide, lock = fedpax.stages, threading.Lock()
     module = importlib.import_module(divide.__module__)  # whose name in its package is a function
     divided: dict[Any, Stages] = {}
 
-    def stages(program: Callable[..., Any], *args: Any, known: Sequence[str] = ()) -> Stages:
+    def stages(program: Callable[..., Any], *args: Any, **names: Sequence[str]) -> Stages:
         types, tree = jax.tree.flatten(jax.eval_shape(lambda *x: x, *args))
-        key = (program, tree, *types, *known)
+        key = (program, tree, *types, repr(names))
         with lock:
             if key not in divided:
                 with trace_for_stages():
@@ -46,9 +47,10 @@ def divided_once() -> Iterator[None]:
                 equations = (str(traced[0].jaxpr), *constants, *key[1:])
                 if equations not in divided:
                     with mock.patch.object(module, "trace_program", lambda *_: traced):
-                        divided[equations] = divide(program, *args, known=known)
+                        divided[equations] = divide(program, *args, **names)
                 divided[key] = divided[equations]
             return divided[key]
 
-    with mock.patch.object(coordinator_program, "stages", stages):
+    of_tables = mock.patch.object(fedpax, "stages", stages)
+    with of_tables, mock.patch.object(coordinator_program, "stages", stages):
         yield

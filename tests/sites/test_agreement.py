@@ -80,7 +80,7 @@ def test_a_site_with_another_kind_of_column_is_refused(tmp_path: Path) -> None:
         in (outcome.refused["a"])
     )
     whole = experiment(*(f"{tmp_path}/data/{s}/*.csv" for s in "bc"))
-    for leaf, other in zip(outcome.params, train_together(whole, 3), strict=True):
+    for leaf, other in zip(outcome.params, train_together(whole, 2), strict=True):
         assert np.abs(other).max() > 0.01
         np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
 

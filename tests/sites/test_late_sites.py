@@ -59,12 +59,14 @@ def change(folder: Path, edit: Callable[[dict[str, str]], dict[str, str]]) -> No
         path.write_text("".join(",".join(line) + "\n" for line in lines))
 
 
-def join_late(folder: Path, edit: Callable[[dict[str, str]], dict[str, str]]) -> Federation:
+def join_late(
+    folder: Path, rounds: int, edit: Callable[[dict[str, str]], dict[str, str]]
+) -> Federation:
     write_hospitals(folder / "data", SIZES)
     change(folder / "data" / "late", edit)
-    sites = {s: experiment(f"{folder}/data/{s}/*.csv") for s in SIZES}
+    sites = {s: experiment(f"{folder}/data/{s}/*.csv", rounds=rounds) for s in SIZES}
     return run(
-        experiment(),
+        experiment(rounds=rounds),
         sites,
         folder / "runs",
         rules=RoundRules(2, 60.0),
@@ -92,10 +94,10 @@ def join_late(folder: Path, edit: Callable[[dict[str, str]], dict[str, str]]) ->
     ids=["codes", "text", "absent"],
 )
 def test_a_late_site_with_other_columns_is_refused(tmp_path: Path, edit: Any, words: str) -> None:
-    outcome = join_late(tmp_path, edit)
+    outcome = join_late(tmp_path, 2, edit)
     assert f"site 'late': {words}" in outcome.refused["late"]
     lines = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
-    assert [line["sites"] for line in lines] == [2, 2, 2]
+    assert [line["sites"] for line in lines] == [2, 2]
     # Its clients are not in the population, whose size divides a private mean.
     saved = read_federation(tmp_path / "runs" / "coordinator")
     assert saved is not None and [site["name"] for site in saved["sites"]] == ["a", "b"]
@@ -103,7 +105,7 @@ def test_a_late_site_with_other_columns_is_refused(tmp_path: Path, edit: Any, wo
 
 
 def test_a_late_site_with_an_empty_column_is_told(tmp_path: Path, notes: list[str]) -> None:
-    outcome = join_late(tmp_path, lambda row: row | {"dose": ""})
+    outcome = join_late(tmp_path, 3, lambda row: row | {"dose": ""})
     assert not outcome.refused
     assert "site late: the column 'dose' has no value there" in notes
     assert "no value at this site, so each row counts as missing one: 'dose'" in notes

@@ -53,13 +53,13 @@ def test_a_site_that_cheats_is_not_merged(
     outcome = federate(tmp_path, own=own, **rules)
     table = {s.name: s for s in outcome.coordinator.exchange.sites}
     assert {name: (s.rounds, s.dropped) for name, s in table.items()} == {
-        "a": (3, 0),
-        "b": (3, 0),
-        "c": (0, 3),
+        "a": (2, 0),
+        "b": (2, 0),
+        "c": (0, 2),
     }
     lines = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
-    assert [line["dropped_sites"] for line in lines] == [1, 1, 1]
-    assert [line["sites"] for line in lines] == [2, 2, 2]
+    assert [line["dropped_sites"] for line in lines] == [1, 1]
+    assert [line["sites"] for line in lines] == [2, 2]
 
 
 def test_honest_sites_are_merged_as_without_guards(tmp_path: Path) -> None:

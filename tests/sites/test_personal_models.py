@@ -15,19 +15,19 @@ from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.sites.site_files import SiteState
 from fedpax.sites.site_table import format_sites, read_sites
 from sites.federation import run, write_hospitals
-from sites.test_equals_training import SIZES, experiment
+from sites.test_equals_training import TWO_SITES, experiment
 
 
 @pytest.mark.parametrize("name", ["ditto", pytest.param("fedavg", marks=pytest.mark.slow)])
 def test_equal_to_training_on_all_files(tmp_path: Path, name: str) -> None:
-    write_hospitals(tmp_path / "data", SIZES)
+    write_hospitals(tmp_path / "data", TWO_SITES)
     # A step takes all examples of a client: their order depends on the client's number.
     cohort = CohortConfig(size=10, batch_size=64, local_epochs=3)
 
     def make(*files: str) -> FedAvgTable:
         return dataclasses.replace(experiment(*files, method=method(name)), cohort=cohort)
 
-    sites = {s: make(f"{tmp_path}/data/{s}/*.csv") for s in SIZES}
+    sites = {s: make(f"{tmp_path}/data/{s}/*.csv") for s in TWO_SITES}
     outcome = run(make(), sites, tmp_path / "runs", personal=True)
     folder = tmp_path / "runs" / "coordinator"
     last = select(read_metrics(folder), "evaluation")[-1]
@@ -37,14 +37,14 @@ def test_equal_to_training_on_all_files(tmp_path: Path, name: str) -> None:
     built = whole.build()
     state = jax.jit(built.algorithm.init)(built.init(jax.random.key(0)))
     step = jax.jit(built.algorithm.round)
-    for _ in range(3):
+    for _ in range(2):
         state, _ = step(state, next(built.cohorts))
     expected = whole.own_model_means(fine_tune=True)(state)
     assert abs(expected["loss"] - last["loss"]) > 1e-3  # of the shared model
     for metric, value in expected.items():
         np.testing.assert_allclose(last[f"personal_{metric}"], value, rtol=0, atol=1e-5)
     # A fine-tuned model of a site is a round of its clients alone from the shared model.
-    saved = load_state(tmp_path / "runs/a/fine_tuned", 3, SiteState(outcome.coordinator.params))
+    saved = load_state(tmp_path / "runs/a/fine_tuned", 2, SiteState(outcome.coordinator.params))
     alone = dataclasses.replace(make(f"{tmp_path}/data/a/*.csv"), method=method("fedavg"))
     alone = alone.with_inputs(outcome.coordinator.exchange.inputs).sized(2).build()
     state = alone.algorithm.init(outcome.coordinator.params)

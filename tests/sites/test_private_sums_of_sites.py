@@ -1,6 +1,7 @@
 """Private means over sites: noise of the clients, and no sum of fewer than min_participants."""
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sites.federation import Line, run, write_hospitals
 from sites.test_equals_training import SIZES, experiment
 
 SITES = {**SIZES, "d": (30,)}  # six clients
+THREE = {"a": (40, 25), "b": (33, 30), "c": (21, 50)}  # as many
 NOISE = 1e-3
 RANGES = ("age=number(0..120)", "dose=number(0..1)")
 
@@ -29,6 +31,7 @@ def federate(
     seconds: float = 60.0,
     needs: int = 4,
     lines: Any = None,
+    sizes: Mapping[str, Sequence[int]] = SITES,
     **settings: Any,
 ) -> Any:
     settings = {"max_norm": 10.0, "noise_multiplier": NOISE, **settings}
@@ -38,8 +41,8 @@ def federate(
         "columns": RANGES,
     }
     if not (folder / "data").exists():
-        write_hospitals(folder / "data", SITES)
-    sites = {s: experiment(f"{folder}/data/{s}/*.csv", **fields) for s in SITES}
+        write_hospitals(folder / "data", sizes)
+    sites = {s: experiment(f"{folder}/data/{s}/*.csv", **fields) for s in sizes}
     rules = RoundRules(3, seconds, secure_sums=True)
     outcome = run(
         experiment(**fields),
@@ -53,8 +56,8 @@ def federate(
 
 
 def test_clients_draw_new_noise_and_epsilon_is_logged(tmp_path: Path) -> None:
-    first, metrics = federate(tmp_path, "first", 1)
-    second, _ = federate(tmp_path, "second", 1)
+    first, metrics = federate(tmp_path, "first", 1, needs=3, sizes=THREE)
+    second, _ = federate(tmp_path, "second", 1, needs=3, sizes=THREE)
     difference = [a - b for a, b in zip(first.params, second.params, strict=True)]
     largest = max(np.abs(x).max() for x in difference)
     # The noise of a coordinate of the mean, and of the mean of the statistics.

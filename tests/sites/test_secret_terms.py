@@ -61,7 +61,7 @@ def test_numbers_that_cannot_be_summed(x: float) -> None:
 
 
 def federate(
-    folder: Path, where: str, sites: Any = None, rounds: int = 3, **rules: Any
+    folder: Path, where: str, sites: Any = None, rounds: int = 2, **rules: Any
 ) -> Federation:
     sites = sites or {s: experiment(f"{folder}/data/{s}/*.csv", rounds=rounds) for s in SIZES}
     coordinator = experiment(rounds=rounds, method=next(iter(sites.values())).method)
@@ -121,9 +121,9 @@ def test_a_site_that_drops_out_of_a_sum(tmp_path: Path, monkeypatch: pytest.Monk
         return sent
 
     monkeypatch.setattr(SiteWorker, "_run_clients", run_clients)
-    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv") for s in sizes}
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=3) for s in sizes}
     rules = RoundRules(3, 60.0, secure_sums=True)
-    outcome = run(experiment(), sites, tmp_path / "runs", rules=rules, first_round_needs=4)
+    outcome = run(experiment(rounds=3), sites, tmp_path / "runs", rules=rules, first_round_needs=4)
     table = {site.name: site.rounds for site in outcome.coordinator.exchange.sites}
     assert table == {"a": 3, "b": 3, "c": 2, "d": 3}
     assert all(np.isfinite(x).all() for x in outcome.params)

@@ -70,17 +70,17 @@ def federate(folder: Path, sites: dict[str, Any], coordinator: Any, bad: str, **
 
 def test_a_site_with_another_kind_of_column_is_refused(tmp_path: Path) -> None:
     write_hospitals(tmp_path / "data", SIZES)
-    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv") for s in SIZES}
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=3) for s in SIZES}
     for path in (tmp_path / "data" / "a").iterdir():  # the first site
         head, *rows = path.read_text().splitlines()
         path.write_text("\n".join([head, *(row.replace(",", " years,", 1) for row in rows)]) + "\n")
-    outcome = federate(tmp_path, sites, experiment(), "a")
+    outcome = federate(tmp_path, sites, experiment(rounds=3), "a")
     assert (
         "site 'a': the column 'age' is 'text' at this site, expected 'number:mean'"
         in (outcome.refused["a"])
     )
     whole = experiment(*(f"{tmp_path}/data/{s}/*.csv" for s in "bc"))
-    for leaf, other in zip(outcome.params, train_together(whole, 2), strict=True):
+    for leaf, other in zip(outcome.params, train_together(whole, 3), strict=True):
         assert np.abs(other).max() > 0.01
         np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
 

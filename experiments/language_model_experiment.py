@@ -45,6 +45,7 @@ from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import shardings
 from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.paths import latest_round, resolve_folder
+from fedpax.settings.optimizer_settings import OptimizerConfig
 from fedpax.text.chat_template import TEMPLATE_FILE, find_chat_template
 from fedpax.text.tokenizer_json import VOCAB_SIZE
 from fedpax.training.compiled_round import with_shardings
@@ -217,6 +218,17 @@ class LanguageModelExperiment(Experiment):
         model = dataclasses.replace(parsed.model, weights=str(folder))
         check_architecture(model, begun.model)
         return dataclasses.replace(parsed, model=model)
+
+    def notes(self, optimizer: OptimizerConfig, num_steps: int) -> list[str]:
+        """Describe a warmup without an end, and a router that the loss does not train."""
+        config, lines = self.model, optimizer.describe_warmup(num_steps)
+        if config.num_experts > 1 and config.num_experts_per_token == 1 and not self.lora.rank:
+            lines.append(
+                "--model.num_experts_per_token=1: the weight of one expert is always 1, so the "
+                "load-balancing loss alone trains the router. With 2 or more experts, the "
+                "cross-entropy trains it too"
+            )
+        return lines
 
     def trainable(self, mesh: Mesh) -> Trainable:
         """Return the parameters that the run trains, and what it reads for them."""

@@ -203,6 +203,7 @@ class TextExperiment(LanguageModelExperiment):
             frozen=trainable.frozen,
             whole_model=trainable.whole_model,
             compiler_options=self.compiler_options(mesh),
+            notes=self.notes(self.optimizer, self._num_steps),
         )
 
     @property
@@ -215,6 +216,10 @@ class TextExperiment(LanguageModelExperiment):
             "batch_size": data.batch_size,
             "seq_len": data.seq_len,
         }
+
+    @property
+    def _num_steps(self) -> int:
+        return self.training.rounds * self.data.local_steps
 
     def _batch_sharding(self, mesh: Mesh, batch_size: int) -> NamedSharding:
         """Return the sharding of arrays [islands, steps, batch, sequence]."""
@@ -254,8 +259,8 @@ class TextExperiment(LanguageModelExperiment):
 
     def _make_trained_algorithm(self, trainable: Trainable) -> FederatedAlgorithm:
         """Make the algorithm that trains the parameters, with the training loss."""
-        loss, num_steps = self.loss, self.training.rounds * self.data.local_steps
-        optimizer = self.optimizer.make(num_steps, trainable.logical_axes)
+        loss = self.loss
+        optimizer = self.optimizer.make(self._num_steps, trainable.logical_axes)
         training_loss = accumulate_gradients(
             transformer_loss(
                 self.model,

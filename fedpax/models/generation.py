@@ -41,7 +41,7 @@ def generate(
     Args:
         params: the transformer's parameters.
         config: the transformer's configuration.
-        prompt: integers `[batch, seq_len]`, at least one token per row.
+        prompt: integers `[batch, seq_len]` from 0 to `vocab_size` - 1, at least one token per row.
         num_tokens: number of tokens to generate for each row.
         prompt_lengths: integers `[batch]`, the prompt's tokens in each row; later ones are ignored.
             Default None: all.
@@ -54,8 +54,8 @@ def generate(
         int32 `[batch, num_tokens]`, the continuation of each prompt.
 
     Raises:
-        ValueError: a number is out of range, `prompt` or `prompt_lengths` has the wrong shape or
-            dtype, or the mesh has explicit axes.
+        ValueError: a number or a token is out of range, `prompt` or `prompt_lengths` has the wrong
+            shape or dtype, or the mesh has explicit axes.
 
     Example:
         >>> config = TransformerConfig(num_layers=2, embed_dim=64, num_heads=2)
@@ -100,6 +100,8 @@ def generate(
             f"prompt_lengths={np.asarray(prompt_lengths)}: expected 1 to {seq_len}, the tokens in "
             "a row of the prompt."
         )
+    if known and not isinstance(prompt, jax.core.Tracer) and prompt.is_fully_addressable:
+        _check_tokens(np.asarray(prompt), np.asarray(prompt_lengths), config.vocab_size)
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         raise ArgumentError(
             "generate() got a mesh with explicit axes, along which the cache cannot be updated. "
@@ -116,6 +118,19 @@ def generate(
         config=config,
         num_tokens=num_tokens,
     )
+
+
+def _check_tokens(prompt: np.ndarray, lengths: np.ndarray, vocab_size: int) -> None:
+    """Check that the tokens of prompts are in the vocabulary."""
+    is_read = np.arange(prompt.shape[1]) < lengths[:, None]
+    wrong = np.argwhere(is_read & ((prompt < 0) | (prompt >= vocab_size)))
+    if len(wrong):
+        row, position = wrong[0]
+        raise ArgumentError(
+            f"prompt[{row}, {position}]={prompt[row, position]}: expected a token from 0 to "
+            f"{vocab_size - 1}, because the model has vocab_size={vocab_size}. Use the tokenizer "
+            "that the model was trained with."
+        )
 
 
 def nucleus_filter(

@@ -122,14 +122,15 @@ def routing_losses(
     chosen: Int[Array, "tokens k"],
     axes: Iterable[str] = (),
 ) -> dict[str, Float[Array, ""]]:
-    """Compute the load-balancing loss and the router z-loss of one layer."""
-    # With E experts, T tokens and k experts per token, over all tokens, padding included,
+    """Compute the load-balancing loss E sum(f_e P_e) and the router z-loss of one layer."""
+    # With E experts, T tokens and k experts per token, over all tokens, masked ones included,
     #     load_balance = E sum over e of f_e P_e,
     #     f_e = number of choices that fell on expert e / (k T),
     #     P_e = mean over tokens of softmax(logits)_e,
     #     router_z = mean over tokens of logsumexp(logits)^2.
-    # f has no gradient. `load_balance` is 1 for balanced experts and at most E / k. `axes`: manual
-    # mesh axes that shard the tokens.
+    # f has no gradient. `load_balance` is 1 for balanced experts and at most E / k. The loss takes
+    # its mean over layers. With `grad_accum_steps`, f and P are a microbatch's: the mean of the
+    # products is not the whole batch's loss. `axes`: manual mesh axes that shard the tokens.
     # - Switch Transformers (arXiv:2101.03961), equations 4 to 6, add alpha times this value, with k
     #   = 1, for every layer: alpha = 0.01 is `load_balance_weight=0.01 * num_layers`.
     # - `router_aux_loss_coef=c` of Mixtral in Hugging Face Transformers is

@@ -21,9 +21,12 @@ class TransformerConfig:
         num_kv_heads: number of key and value heads, a divisor of `num_heads`.
         head_dim: features per head, even. Default None: embed_dim / num_heads.
         mlp_dim: hidden features of the feed-forward network, or of each expert.
-        feed_forward: "swiglu" with three matrices, or "gelu" with two and no gate.
+        feed_forward: "swiglu" with three matrices, or "gelu" (by its tanh formula) with two and no
+            gate.
         num_experts: experts per layer in a mixture. Default 0: one dense feed-forward network.
-        num_experts_per_token: number of experts that a token goes through.
+        num_experts_per_token: number of experts that a token goes through. As in Mixtral, their
+            weights add up to 1. With 1 expert, the weight has no gradient: the routing losses
+            alone train the router. (Switch Transformers weighs by the router's probability.)
         norm_eps: epsilon of RMSNorm. Default 1e-6, as in T5, Gemma and Qwen3; Llama 3, Mistral and
             Mixtral use 1e-5.
         qk_norm: whether RMSNorm normalizes each head of queries and keys before the rotary

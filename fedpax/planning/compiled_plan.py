@@ -165,6 +165,14 @@ class CompiledPlan(NamedTuple):
         """Number of devices of the mesh; the topology can have more."""
         return math.prod(axis.size for axis in self.axes)
 
+    @property
+    def full_overlap_seconds(self) -> float:
+        """Seconds of a round in which all overlaps but the exposed transfers between slices."""
+        assert self.roofline is not None
+        exposed = 0.0 if self.overlap is None else self.overlap.exposed_seconds
+        hidden = self.roofline.full_overlap_seconds
+        return max(hidden, self.roofline.seconds_within_slices + exposed)
+
     def operand_bytes(
         self, network: str | None = None, axis: str | None = None, in_loop: bool | None = None
     ) -> int:

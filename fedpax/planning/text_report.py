@@ -307,11 +307,14 @@ def _roofline(plan: CompiledPlan) -> str:
             "(fedpax/chips.py has TPUs and some GPUs)"
         )
     rows = [(name, f"{1e3 * time / steps:,.3f}", "") for name, time in roofline.times.items()]
-    overlapping = plan.model_flops_utilization(roofline.full_overlap_seconds)
+    seconds = plan.full_overlap_seconds
+    overlapping = plan.model_flops_utilization(seconds)
     limit = f"limited by {roofline.bottleneck}"
+    if seconds > roofline.full_overlap_seconds:
+        limit += " and exposed DCN" if roofline.bottleneck != DCN else ", which is exposed"
     if overlapping is not None:
         limit += f": MFU at most {overlapping:.1%}, full attention"
-    rows.append(("full overlap", f"{1e3 * roofline.full_overlap_seconds / steps:,.3f}", limit))
+    rows.append(("full overlap", f"{1e3 * seconds / steps:,.3f}", limit))
     no_overlap = plan.model_flops_utilization(roofline.no_overlap_seconds)
     limit = "" if no_overlap is None else f"MFU at most {no_overlap:.1%}, full attention"
     rows.append(("no overlap", f"{1e3 * roofline.no_overlap_seconds / steps:,.3f}", limit))

@@ -103,6 +103,18 @@ class OptimizerConfig(CheckedConfig):
                 )
         return optax.chain(optax.clip_by_global_norm(self.grad_clip_norm), rule)
 
+    def describe_warmup(self, num_steps: int) -> list[str]:
+        """Describe a warmup that takes all steps, so that the peak is never reached."""
+        warmup, peak = self.warmup_steps, self.learning_rate
+        if warmup < num_steps:
+            return []
+        return [
+            f"--optimizer.warmup_steps={warmup}, but the schedule has {num_steps} steps: the "
+            f"learning rate rises to {peak * (num_steps - 1) / warmup:.3g} and never reaches "
+            f"--optimizer.learning_rate={peak:g}. Set for example "
+            f"--optimizer.warmup_steps={num_steps // 10}"
+        ]
+
     def learning_rate_schedule(self, num_steps: int) -> optax.Schedule:
         """Return the learning rate as a function of the number of steps so far.
 

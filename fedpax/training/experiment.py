@@ -123,7 +123,7 @@ class Run(NamedTuple):
             `fedpax evaluate --by_client`. Default None: the held-out data have no clients.
         evaluate_own_models: `state -> metrics of each client` of the clients' own models. Default
             None: clients have no own models.
-        notes: lines on the data that are printed when the run starts.
+        notes: lines that are printed when the run starts.
         cautions: the notes that an evaluation prints too, such as the number of filled values.
     """
 

@@ -139,3 +139,15 @@ def test_float64_without_64_bit_mode_raises() -> None:
     experiment = configure("single_island_text", ["--model.dtype=float64", "--mesh.fsdp=1"])
     with pytest.raises(ValueError, match=r"needs JAX's 64-bit mode.*or use dtype='float32'"):
         experiment.build()
+
+
+def test_a_run_says_what_its_settings_leave_untrained(small):
+    short = small(module.diloco_text())
+    assert not short.build().notes
+    short = dataclasses.replace(short, data=dataclasses.replace(short.data, local_steps=8))
+    (line,) = short.build().notes
+    assert "warmup_steps=20, but the schedule has 16 steps" in line
+    for experts, k, told in ((4, 1, True), (4, 2, False), (1, 1, False)):
+        model = dataclasses.replace(short.model, num_experts=experts, num_experts_per_token=k)
+        notes = dataclasses.replace(short, model=model).build().notes
+        assert any("num_experts_per_token=1: the weight" in line for line in notes) == told

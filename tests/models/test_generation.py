@@ -146,6 +146,8 @@ def test_samples_depend_on_the_key(random_params: Draw) -> None:
     [
         ({"prompt": np.zeros(3, int)}, r"shape \(3,\).*prompt\[None\]"),
         ({"prompt": np.zeros((1, 3))}, "expected integers"),
+        ({"prompt": [[1, 2, 23], [0, 0, 0], [0, 0, 0]]}, r"prompt\[0, 2\]=23: expected .* 0 to 22"),
+        ({"prompt": [[1, 2], [0, -1], [0, 0]]}, r"prompt\[1, 1\]=-1: .* Use the tokenizer that"),
         ({"num_tokens": 0}, "num_tokens=0: .* at least 1"),
         ({"temperature": -1.0}, "temperature=-1.0 .* set temperature=0"),
         ({"temperature": float("nan")}, "temperature=nan .*expected a temperature of at least 0"),

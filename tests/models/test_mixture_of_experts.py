@@ -324,6 +324,15 @@ def test_minimizing_the_load_balancing_loss_balances_the_router() -> None:
     assert before > 1.3 and loss < 1.1
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_output_trains_the_router_with_two_experts_per_token_and_not_with_one(k: int) -> None:
+    """As in Mixtral, whose weights are renormalized over the chosen experts."""
+    model = mixture(4, k)
+    params, x = jax.tree.map(np.float32, draw_params(model)), draw(2, 8, EMBED_DIM)
+    gradient = jax.jit(jax.grad(lambda p: jnp.sum(model.apply(p, jnp.float32(x))[0] ** 2)))(params)
+    assert np.any(gradient["router"]) == (k == 2) and np.all(np.any(gradient["down"], axis=(1, 2)))
+
+
 def test_parameters_and_their_axes() -> None:
     model = to_functional(partial(MixtureOfExperts, 64, 96, 8, 2, output_scale=0.5))
     params = jax.jit(model.init)(jax.random.key(0))

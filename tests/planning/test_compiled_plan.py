@@ -220,9 +220,15 @@ def test_the_json_report_has_the_values_of_the_plan(recorded: tuple[CompiledPlan
     assert between["operand_bytes_per_device_per_step"] * STEPS == plan.operand_bytes("DCN")
     assert between["operand_bytes_per_device_per_round_inside_loops"] == 0
     roofline = content["roofline"]
-    assert roofline["min_seconds_per_step"] * STEPS == pytest.approx(
-        plan.roofline.full_overlap_seconds
-    )
+    # Nothing hides the transfers after the last step.
+    computing = plan.roofline.seconds_within_slices + plan.overlap.exposed_seconds
+    assert plan.overlap.exposed_seconds > 0 and computing > plan.roofline.full_overlap_seconds
+    assert roofline["min_seconds_per_step"] * STEPS == pytest.approx(computing)
+    utilization = plan.model_flops_utilization(computing)
+    assert roofline["max_model_flops_utilization"] == pytest.approx(utilization)
+    line = next(x for x in to_text(plan).splitlines() if x.startswith("  full overlap"))
+    assert f"{1e3 * computing / STEPS:,.3f}" in line and f"MFU at most {utilization:.1%}" in line
+    assert "exposed" in line
     slowest = roofline["max_model_flops_utilization_without_overlap"]
     assert 0 < slowest < roofline["max_model_flops_utilization"]
     assert content["computation"]["items_per_step"] == mesh.shape["islands"] * ROWS

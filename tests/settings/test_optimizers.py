@@ -136,6 +136,17 @@ def test_schedules_warm_up_and_end_at_the_final_ratio(schedule: Any) -> None:
     )
 
 
+def test_a_warmup_that_takes_all_steps_is_told_with_its_highest_rate() -> None:
+    config = OptimizerConfig(learning_rate=0.5, warmup_steps=20)
+    assert not config.describe_warmup(21)
+    for steps in (16, 20):
+        (line,) = config.describe_warmup(steps)
+        rate = config.learning_rate_schedule(steps)(steps - 1)
+        assert f"warmup_steps=20, but the schedule has {steps} steps" in line
+        assert f"rises to {rate:.3g} and never reaches --optimizer.learning_rate=0.5" in line
+        assert line.endswith(f"--optimizer.warmup_steps={steps // 10}")
+
+
 def test_the_gradient_is_clipped_by_its_global_norm() -> None:
     optimizer = OptimizerConfig(
         name="sgd", learning_rate=1.0, warmup_steps=0, b1=0.0, weight_decay=0.0, grad_clip_norm=0.5

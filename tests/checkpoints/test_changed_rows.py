@@ -80,7 +80,7 @@ def change(state: State, seed: int, count: int) -> State:
         )
         return ClientStore(rows, NUM_CLIENTS)
 
-    params = jax.tree.map(lambda x: x + 1, state.params)
+    params = jax.tree.map(lambda x: jax.device_put(np.asarray(x) + 1, x.sharding), state.params)
     return State(params, write(state.controls), [write(state.nested[0])])
 
 

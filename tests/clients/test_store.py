@@ -296,10 +296,10 @@ def test_no_device_gathers_rows_over_a_model_axis(current_mesh):
     def put(x, *axes):
         return jax.device_put(x, NamedSharding(current_mesh, P(*axes)))
 
-    store = client_store(put(jnp.zeros(4096), "fsdp"), NUM_CLIENTS)
+    store = client_store(put(np.zeros(4096, np.float32), "fsdp"), NUM_CLIENTS)
     assert store.rows.sharding.spec == P("clients", "fsdp")
-    ids = put(jnp.arange(8, dtype=jnp.int32), "clients")
-    states = put(jnp.ones((8, 4096)), "clients", "fsdp")
+    ids = put(np.arange(8, dtype=np.int32), "clients")
+    states = put(np.ones((8, 4096), np.float32), "clients", "fsdp")
     for fn, arguments in ((gather_clients, (store, ids)), (scatter_clients, (store, ids, states))):
         text = jax.jit(fn).lower(*arguments).compile().as_text()
         assert "f32[2,2048]" in text and ",4096]" not in text

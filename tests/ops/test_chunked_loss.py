@@ -55,7 +55,7 @@ def test_equals_all_logits_at_once(chunk: int, softcap: float | None, z_loss: fl
 
 
 def test_all_weights_zero_give_zero() -> None:
-    features, table, targets, mask = (jnp.asarray(x, jnp.float32) for x in draw())
+    features, table, targets, mask = (np.float32(x) for x in draw())
     loss_fn = jax.jit(jax.value_and_grad(chunked_cross_entropy, (0, 1), has_aux=True))
     (loss, _), gradient = loss_fn(features, table, targets.astype(int), 0 * mask)
     assert loss == 0 and all(not np.any(leaf) for leaf in gradient)

@@ -329,16 +329,7 @@ class FedAvgFiles(ClientExperiment):
     @functools.cached_property
     def _own_examples(self) -> OwnExamples:
         """Held-out examples of all training clients, and a round if it makes the models."""
-        if self.method.example().kept_models is None:
-            return self._own_rounds
-        return self._read_own(with_batches=False)
-
-    @functools.cached_property
-    def _own_rounds(self) -> OwnExamples:
-        """A round of all training clients, and the held-out examples of each."""
-        return self._read_own(with_batches=True)
-
-    def _read_own(self, *, with_batches: bool) -> OwnExamples:
+        with_batches = self.method.example().kept_models is None
         examples, population = self.read_clients()
         sampler = ClientSampler(len(population), 1, self.cohort.seed)
         rounds = self.cohort.rounds(examples, population, sampler, self.make_preprocess())

@@ -99,7 +99,7 @@ def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.
         column = table.column(name) if name in table.column_names else None
         if column is not None:
             try:
-                cast = column.cast(_type_of_values(column.type, data_type))
+                cast = _cast_values(column, _type_of_values(column.type, data_type))
             except pa.ArrowException as error:
                 raise ArgumentError(
                     f"types: column {name!r} of {file.path} is {column.type} and cannot become "
@@ -110,12 +110,22 @@ def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.
 
 
 def _type_of_values(kind: pa.DataType, values: pa.DataType) -> pa.DataType:
-    """Return the type of a column of values; the values of a list have the type."""
+    """Return the type of a column of values; the values of a list or an array have the type."""
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return pa.fixed_shape_tensor(values, kind.shape)
     if pa.types.is_large_list(kind):
         return pa.large_list(_type_of_values(kind.value_type, values))
     if pa.types.is_list(kind):
         return pa.list_(_type_of_values(kind.value_type, values))
     return values
+
+
+def _cast_values(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """Cast a column; Arrow itself casts the storage of arrays alone."""
+    if column.type == kind or not isinstance(kind, pa.FixedShapeTensorType):
+        return column.cast(kind)
+    chunks = [chunk.storage.cast(kind.storage_type) for chunk in column.chunks]
+    return pa.chunked_array([pa.ExtensionArray.from_storage(kind, chunk) for chunk in chunks], kind)
 
 
 _MARK = {b"fedpax": b"client"}  # in the field's metadata, to tell it from a column of the user
@@ -188,7 +198,7 @@ def _cast(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
     data_type = field.type
     if column.type == data_type or not (are_images(data_type) and are_images(column.type)):
         try:
-            return column.cast(data_type)
+            return _cast_values(column, data_type)
         except pa.ArrowException as error:
             raise ArgumentError(
                 f"The column {field.name!r} is {column.type} in one file and {data_type} for all "
@@ -232,6 +242,11 @@ def _join(one: pa.DataType, two: pa.DataType) -> pa.DataType | None:
         return one
     if are_images(one) and are_images(two) and one.shape[:2] == two.shape[:2]:
         return one if one.shape[2] == 3 else two  # the others are gray
+    if isinstance(one, pa.FixedShapeTensorType) and isinstance(two, pa.FixedShapeTensorType):
+        if one.shape != two.shape or are_images(one) or are_images(two):  # 0 to 255, or to 1
+            return None
+        values = _join(one.value_type, two.value_type)
+        return values and pa.fixed_shape_tensor(values, one.shape)
     try:
         schemas = [pa.schema([pa.field("", kind)]) for kind in (one, two)]
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type

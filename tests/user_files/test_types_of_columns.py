@@ -221,3 +221,45 @@ def test_dates_of_one_type_are_held_out_alike_in_each_format(tmp_path: Path) -> 
     assert len(alike) == 4 and alike[0] and all(rows == alike[0] for rows in alike)
     texts = held_out("[dt]*", {"time": "string"})
     assert texts["dates"] == texts["text"] == apart["text"]
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "joined"),
+    [
+        ("float16", "int16", "float32"),
+        ("float32", "float64", "float64"),
+        ("uint8", "int8", "int16"),
+    ],
+)
+def test_arrays_of_several_types_have_the_wider_one(
+    tmp_path: Path, one: str, two: str, joined: str
+) -> None:
+    rows = [np.arange(12).reshape(2, 3, 2).astype(dtype) for dtype in (one, two)]
+    for name, row in zip("ab", rows, strict=True):
+        np.savez(tmp_path / f"{name}.npz", x=row)
+    for source in (
+        load(tmp_path / "*.npz"),
+        prepare(tmp_path / "*.npz", tmp_path / "prepared").source,
+    ):
+        x = source.column("x")
+        assert x.dtype == joined
+        np.testing.assert_array_equal(x, np.concatenate(rows))
+    for path in ("*.npz", "a.npz"):
+        assert load(tmp_path / path, types={"x": "float64"}).column("x").dtype == "float64"
+    np.savez(tmp_path / "c.npz", x=rows[0][:, :2])  # of another shape
+    with pytest.raises(ValueError, match="save one shape"):
+        load(tmp_path / "*.npz")
+
+
+def test_integers_of_arrays_that_a_float_does_not_hold(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.float64([[0.5, 1.5]]))
+    np.savez(tmp_path / "b.npz", x=np.int64([[2**53 + 1, 1]]))
+    with pytest.raises(ValueError, match="9007199254740993"):
+        load(tmp_path / "*.npz").column("x")
+
+
+def test_pixels_of_bytes_are_not_joined_with_pixels_of_floats(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((2, 8, 8, 3), np.uint8))
+    np.savez(tmp_path / "b.npz", x=np.zeros((2, 8, 8, 3), np.float32))
+    with pytest.raises(ValueError, match="expected one type"):
+        load(tmp_path / "*.npz")

@@ -20,7 +20,7 @@ from fedpax.models.nnx_functional import FunctionalModel, functional_model
 from fedpax.models.transformer_config import TransformerConfig
 from fedpax.ops.quantization import Quantization
 from fedpax.ops.remat import rematerialize
-from fedpax.parallel.axes import constrain, explicit_spec
+from fedpax.parallel.axes import RULES, constrain, explicit_spec
 from fedpax.parallel.pipeline import run_pipeline
 
 
@@ -202,13 +202,15 @@ class Transformer(nnx.Module):
     def embed(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """Embed tokens [batch, seq_len] as features [batch, seq_len, embed_dim]."""
         config = self.config
-        # Looked up in float32: the gradient of a frequent token is a sum of many terms.
-        table = jnp.asarray(
-            gather_weight(self.embedding, jnp.promote_types(config.dtype, jnp.float32))
-        )
-        spec = explicit_spec(("batch", "sequence", None), (*tokens.shape, config.embed_dim))
-        x = table.at[tokens].get(out_sharding=spec).astype(config.dtype)
-        x = constrain(x, ("batch", "sequence", None))
+        # Looked up in float32: the gradient of a frequent token is a sum of many terms. Each device
+        # looks up its part of the features of all tokens, and sends them to the tokens' devices:
+        # the table and its gradient are never whole on a device.
+        table = self.embedding[...].astype(jnp.promote_types(config.dtype, jnp.float32))
+        names, shape = ("batch", "sequence", "embed"), (*tokens.shape, config.embed_dim)
+        rules = {**RULES, "batch": ("data", "expert", "stage")}
+        spec = explicit_spec(names, shape, rules)
+        x = constrain(table.at[tokens].get(out_sharding=spec), names, rules)
+        x = constrain(x.astype(config.dtype), ("batch", "sequence", None))
         return x * config.embed_dim**0.5 if config.scale_embeddings else x
 
     def rotation(self, positions: jax.Array | None, seq_len: int) -> tuple[jax.Array, jax.Array]:

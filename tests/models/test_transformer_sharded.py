@@ -7,11 +7,12 @@ import chex
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fedpax.hlo.collectives import collectives
 from fedpax.models.losses import next_token_loss, transformer_loss
-from fedpax.models.transformer import TransformerConfig, transformer
+from fedpax.models.transformer import Transformer, TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -203,3 +204,38 @@ def test_weights_are_gathered_again_in_the_backward_pass() -> None:
     # Query, key, value, output, gate, up, down of a layer: once forward, once backward.
     assert [each.executions for each in gathers if each.in_loop] == [CONFIG.num_layers] * 14
     assert sum(not each.in_loop for each in gathers) == 1  # the table, for logits
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+def test_the_table_of_embeddings_is_never_whole_on_a_device(axis_type: AxisType) -> None:
+    config = replace(CONFIG, vocab_size=4096, scale_embeddings=False)
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(axis_type, axis_type))
+    random = np.random.default_rng(0)
+    table = random.normal(size=(config.vocab_size, config.embed_dim)).astype(np.float32)
+    tokens = random.integers(0, config.vocab_size, (8, 16))
+    weights = random.normal(size=(*tokens.shape, config.embed_dim)).astype(np.float32)
+
+    def loss_fn(table: jax.Array, tokens: jax.Array, weights: jax.Array) -> jax.Array:
+        model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+        model.embedding.set_value(table)
+        return (model.embed(tokens) * weights).sum()
+
+    with jax.set_mesh(mesh):
+        names = (("vocab", "embed"), ("batch", "sequence"), ("batch", "sequence", None))
+        places = [NamedSharding(mesh, partition_spec(axes, mesh)) for axes in names]
+        arguments = jax.device_put((table, tokens, weights), tuple(places))
+        step = jax.jit(jax.value_and_grad(loss_fn), out_shardings=(None, places[0]))
+        compiled = step.lower(*arguments).compile()
+        loss, gradient = jax.device_get(compiled(*arguments))
+    np.testing.assert_allclose(loss, (table[tokens] * weights).sum(dtype=np.float64), rtol=1e-4)
+    expected = np.zeros_like(table)
+    np.add.at(expected, tokens, weights)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-6)
+    # Tokens and features move over fsdp; over data each device sums the gradient of its columns.
+    sent = {(*each.axes, each.kind): each.bytes for each in collectives(compiled.as_text(), mesh)}
+    assert sent == {
+        ("fsdp", "all-gather"): 4 * tokens.size // mesh.size,
+        ("fsdp", "all-to-all"): weights.nbytes // mesh.size,
+        ("data", "all-reduce"): table.nbytes // mesh.shape["fsdp"],
+        ("data", "fsdp", "all-reduce"): 4,  # the loss
+    }

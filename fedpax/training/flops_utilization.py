@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 from fedpax.chips import chip_of
-from fedpax.models.transformer_config import model_flops_utilization
 from fedpax.training.experiment import Run
 
 
@@ -18,6 +17,9 @@ class Utilization(NamedTuple):
 
     def mfu(self, items_per_second: float) -> float:
         """Return the fraction of the peak that the model uses."""
+        # Here: it loads flax, which not every experiment needs.
+        from fedpax.models.transformer_config import model_flops_utilization
+
         return model_flops_utilization(
             items_per_second, self.flops_per_item, self.num_chips, self.peak_flops
         )

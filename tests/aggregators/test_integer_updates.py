@@ -35,7 +35,7 @@ AGGREGATORS = {
     "add_noise": (chain(add_noise(0.0, seed=0), mean()), ROWS.mean(0)),
     "add_local_noise": (chain(add_local_noise(0.0, seed=0), mean()), ROWS.mean(0)),
     "private_mean": (private_mean(max_norm=1e4, noise_multiplier=0.0, seed=0), ROWS.mean(0)),
-    "secure_mean": (secure_mean(max_value=10.0, bits=24, num_neighbors=2), ROWS.mean(0)),
+    "secure_mean": (secure_mean(max_value=10.0, bits=24), ROWS.mean(0)),
     "private_secure_mean": (
         private_secure_mean(max_norm=40.0, noise_multiplier=1e-4, seed=0),
         ROWS.mean(0),

@@ -61,7 +61,7 @@ def received(i, x):
 @pytest.mark.parametrize(
     ("fn", "exact"),
     [
-        (combined(secure_mean(max_value=1.0, seed=0, num_neighbors=2)), True),
+        (combined(secure_mean(max_value=1.0, seed=0)), True),
         pytest.param(
             combined(private_secure_mean(max_norm=1.0, noise_multiplier=1.0, seed=0)),
             True,

@@ -74,9 +74,8 @@ def agnostic(
         num_clients: N, number of clients in the population.
         client_optimizer: any optax optimizer.
         mixture_learning_rate: gamma, at least 0. With 0, lambda stays as it is.
-        initial_mixture: the first lambda, nonnegative `[num_clients]`; it is divided by its
-            sum. Default None: 1 / N each. With the clients' numbers of examples and gamma = 0, this
-            is `fedavg`.
+        initial_mixture: the first lambda, nonnegative `[num_clients]`, divided by its sum. Default
+            None: 1 / N each. With the clients' numbers of examples and gamma = 0, this is `fedavg`.
         server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
         aggregator: combines the pseudo-gradients x - y_i with the weights lambda_i. Default None:
             their weighted mean.
@@ -84,9 +83,9 @@ def agnostic(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. A round needs
-        `cohort.client_ids`. Of `cohort.num_examples` it reads only whether a client has 0, and so
-        is absent. It computes one forward pass per batch more than `fedavg`, for f_i(x). Metrics
-        are weighted by lambda.
+        `cohort.client_ids`, reads `cohort.num_examples` only for absent clients, which have 0, and
+        computes one forward pass per batch more than `fedavg`, for f_i(x). Metrics are weighted by
+        lambda.
 
     Raises:
         ValueError: a negative `mixture_learning_rate`; `num_clients` below `cohort_size`;

@@ -60,8 +60,8 @@ def apfl(
 ) -> FederatedAlgorithm[APFLState]:
     """Train the shared model as FedAvg does, and each client's mixture of it and a local model.
 
-    Each client i of the cohort starts from the shared model, w_i = x, and from its own v_i. For
-    each batch z, both take an optimizer step along
+    Each client i starts from the shared model, w_i = x, and its own v_i. For each batch z, both
+    take an optimizer step along
 
         w_i:  grad f_i(w_i; z)
         v_i:  alpha_i grad f_i(m_i; z),   m_i = alpha_i v_i + (1 - alpha_i) w_i,
@@ -201,6 +201,5 @@ def _personal_steps(
 
 
 def _mix(personal: Personal, w: Params) -> Params:
-    """Return the personal model: `alpha v + (1 - alpha) w`."""
     v, alpha = personal
     return jax.tree.map(lambda v, w: (alpha * v + (1 - alpha) * w).astype(w.dtype), v, w)

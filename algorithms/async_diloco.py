@@ -56,23 +56,23 @@ def async_diloco(
 ) -> FederatedAlgorithm[AsyncDiLoCoState]:
     """Apply each outer gradient when it arrives, and the momentum at every N-th arrival.
 
-    Island i trains from the x_(s_i) that it received after its last arrival, and arrives with g =
-    x_(s_i) - y_i at a server whose model is now x. Delayed Nesterov with c = 0:
+    Island i trains from the x_(s_i) of its last arrival, and arrives with g = x_(s_i) - y_i at a
+    server whose model is now x. Delayed Nesterov with c = 0:
 
         each arrival:       x <- x - eta g / N;   D <- D + g
         every N-th arrival: m <- beta m + D / N;  x <- x - eta beta m;  D <- 0
 
     The island continues from the new x with its inner optimizer's state.
 
-    In a round no island arrives twice. All of its islands train at the same time; then the server
-    applies their gradients in the order of `cohort.schedule`. `fedpax.simulation.island_arrivals`
-    computes it, and the islands' `cohort.num_steps`, which may follow the paper's dynamic local
-    updates. Without a schedule all islands arrive together: with N = islands this is `diloco` with
-    Nesterov momentum. Arrivals at the same position are applied together, before the momentum.
+    In a round no island arrives twice. All train at the same time, then the server applies their
+    gradients in the order of `cohort.schedule`. `fedpax.simulation.island_arrivals` computes it,
+    and `cohort.num_steps`, also by the paper's dynamic local updates. Without a schedule all
+    islands arrive together: with N = islands this is `diloco` with Nesterov momentum. Arrivals at
+    one position are applied together, before the momentum.
 
     With an `aggregator`, the sum of the gradients at a position is their number times the
-    aggregate. `compressed_mean(codec)` sends them in few bits. Its error feedback telescopes as
-    long as the same number of islands arrive at a time, such as one.
+    aggregate. The error feedback of `compressed_mean` telescopes if the same number of islands
+    arrive at each position, such as one.
 
     Communication: a sum over the islands per position. Memory: each island holds the model that it
     trains from. `jax.grad` through a round with a schedule raises.
@@ -83,9 +83,9 @@ def async_diloco(
         inner_optimizer: any optax optimizer; the paper uses AdamW.
         learning_rate: eta. Default 0.7.
         momentum: beta, from 0 to 1. Default 0.9.
-        period: N, number of arrivals between two updates of the momentum. Default None: `islands`.
+        period: N, arrivals between two updates of the momentum. Default None: `islands`.
         activation: c, from 0 to 1 / N: the share of the momentum that each arrival applies. Default
-            0.0, the paper's choice: every N-th arrival applies all of it.
+            0.0, as in the paper: every N-th arrival applies all of it.
         aggregator: combines the gradients that arrive at the same time; a weight of 0 marks the
             other islands. Default None: their sum.
 
@@ -99,8 +99,8 @@ def async_diloco(
     Raises:
         TypeError: `islands` is not an int, or `inner_optimizer` is not optax's; in a round, a
             schedule of another type.
-        ValueError: a setting is out of range; an aggregator that needs the updates of all islands
-            at once, such as a median; in a round, batches without an axis of size `islands`.
+        ValueError: a setting is out of range; an aggregator that needs all updates at once, such as
+            a median; in a round, batches without an axis of size `islands`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp

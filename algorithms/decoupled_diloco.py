@@ -53,8 +53,8 @@ def decoupled_diloco(
     """Merge one fragment of the model at a time, from the islands that are up.
 
     A syncer holds the outer model x. When it merges fragment p, island i has taken c_i steps, on
-    t_i tokens, since its last merge of p. With w_i = t_i^2 / c_i, and 0 for an island that is down
-    or has sent nothing,
+    t_i tokens, since its last merge of p. With w_i = t_i^2 / c_i, 0 for an island that sends
+    nothing,
 
         Delta_i = x_p - y_ip;   Delta = merge(w, Delta);   x_p <- Outer_p(x_p, Delta),
 
@@ -63,12 +63,12 @@ def decoupled_diloco(
     outer model, and keeps its inner optimizer's state.
 
     A round merges each fragment once. `cohort.schedule`, from `fedpax.simulation.island_arrivals`,
-    holds which islands take part, their weights and their numbers of steps. One compiled round runs
-    for any set of islands. Without a schedule, this is `streaming_diloco` with the same aggregator.
+    holds which islands take part, their weights and numbers of steps; any set of islands runs the
+    same compiled round. Without a schedule, this is `streaming_diloco` with the same aggregator.
 
-    In the paper, tau is 2 steps, and a transfer may last over several merges. Here it ends before
-    the next one begins: `delay` is below S, the largest number of steps between merges. An island
-    sends after S - `delay` steps, or after its last one if it takes fewer.
+    In the paper, tau is 2 steps, and a transfer may last over several merges. Here `delay` is below
+    S, the largest number of steps between merges. An island sends after S - `delay` steps, or after
+    its last one if it takes fewer.
 
     Compile time grows with P: a round has 2 P loops of inner steps (P without delay).
 
@@ -80,8 +80,7 @@ def decoupled_diloco(
             Default None: as in `streaming_diloco`; the paper's values are not known.
         fragments: P, or a function `(path, leaf) -> fragment`, as in `streaming_diloco`. Default 1:
             the whole model. The paper has 24.
-        delay: tau, number of inner steps between sending a fragment and taking the merged one, as
-            in `streaming_diloco`. Default 0: nothing overlaps.
+        delay: tau, as in `streaming_diloco`. Default 0: nothing overlaps.
         aggregator: merges the Delta_i, with a state per fragment. Default None: `directional_mean`.
 
     Returns:

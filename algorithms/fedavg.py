@@ -44,10 +44,9 @@ def fedavg(
         g = sum_i n_i (x - y_i) / sum_i n_i.
 
     The server optimizer steps along g. SGD with learning rate 1, the default, sets x to the
-    weighted mean of the y_i: FedAvg. SGD with momentum gives FedAvgM. FedAdagrad, FedAdam and
-    FedYogi take `server_adagrad`, `server_adam` and `server_yogi` of `fedpax.algorithms`, which do
-    not correct for bias as optax's do. Clients keep no state: the client optimizer starts anew each
-    round.
+    weighted mean of the y_i: FedAvg. SGD with momentum gives FedAvgM; `server_adagrad`,
+    `server_adam` and `server_yogi` of `fedpax.algorithms`, which do not correct for bias as optax's
+    do, give FedAdagrad, FedAdam and FedYogi. The client optimizer starts anew each round.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -55,10 +54,10 @@ def fedavg(
         client_optimizer: any optax optimizer.
         server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
         aggregator: combines the pseudo-gradients x - y_i into g. Default None: their weighted mean.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`. With 1,
-            a client runs only its own steps; with more, as many as the longest client of its chunk.
-            A derivative of the round recomputes the clients' steps, so that its memory does not
-            grow with the number of clients either. Default None: all clients at once.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`. With 1, a
+            client runs only its own steps; with more, as many as the longest client of its chunk. A
+            derivative of the round then recomputes the clients' steps, so that its memory does not
+            grow with their number either. Default None: all clients at once.
 
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are

@@ -57,18 +57,18 @@ def fedbuff(
 
         x_(t+1) = x_t - eta / K sum_i (1 + s_i)^(-1/2) (x_(t - s_i) - y_i).
 
-    A round is one server update: its K clients train at the same time, as in `fedavg`, on any mesh.
+    A round is one server update, whose K clients train at the same time, as in `fedavg`.
     `fedpax.simulation.buffered_arrivals` computes which clients arrive and their staleness. Without
     a schedule this is `fedavg`.
 
-    Memory: `max_staleness + 1` versions of the model besides the model itself, with its sharding.
-    If C clients train at a time, staleness is about C / K, and larger for slow clients.
+    Memory: `max_staleness + 1` versions of the model besides the model, sharded like it. If C
+    clients train at a time, staleness is about C / K, and larger for slow clients.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
         buffer_size: K, number of arrivals in a round. The paper's experiments have 10.
-        max_staleness: the largest staleness that is used; a staler update has weight 0. With 0, as
-            without a schedule, all clients start from the current model.
+        max_staleness: the largest staleness that is used; a staler update has weight 0. With 0, all
+            clients start from the current model.
         client_optimizer: any optax optimizer; it starts anew at each client.
         server_optimizer: any optax optimizer; the paper's is SGD with learning rate eta. Default
             None: `optax.sgd(1.0)`.

@@ -79,10 +79,10 @@ def halos(
 ) -> FederatedAlgorithm[HALoSState]:
     """Update a region's model at each arrival of an island, and the global model at exchanges.
 
-    Islands reach the server of their region over a fast network, and regions the global server over
-    a slow one; neither waits for the other. Island i of region r trains from the x_r that it
-    received after its last arrival, up to y_i. With the model a_r of the last merge, the global
-    model x, and the optimizers `local` and `global` (delayed Nesterov):
+    Islands reach the server of their region fast, and regions the global server over a slow
+    network; neither waits for the other. Island i of region r trains from the x_r of its last
+    arrival, up to y_i. With the model a_r of the last merge, the global model x, and the optimizers
+    `local` and `global` (delayed Nesterov):
 
         island i arrives:               x_r <- local(x_r, start - y_i)
         K arrivals after a merge:       u_r = a_r - x_r is sent to the global server
@@ -93,23 +93,22 @@ def halos(
     during an exchange, x_r keeps 1 - alpha, and the next K arrivals count from the merge. Updates
     are not weighted by staleness: the delayed momenta and the merge dampen it.
 
-    As in `async_diloco`, a round's islands train at the same time; then the servers process the
-    events in the order of `cohort.schedule`, from `fedpax.simulation.regional_arrivals`. Without a
-    schedule, all islands arrive together and all regions exchange at once: `diloco` with Nesterov
-    momentum, for `local_server=DelayedNesterov(1.0, 0.0, W)` in regions of W islands,
+    As in `async_diloco`, a round's islands train at the same time, then the servers process the
+    events of `cohort.schedule`, from `fedpax.simulation.regional_arrivals`. Without a schedule, all
+    islands and regions exchange at once: `diloco` with Nesterov momentum, for
+    `local_server=DelayedNesterov(1.0, 0.0, W)` in regions of W islands,
     `global_server=DelayedNesterov(eta, beta, R)` for R regions, and `merge_weight=1.0`.
 
     The `aggregator`, with one state for all regions, is used as in `async_diloco`. What regions
     send is not changed.
 
-    Communication: per position of the schedule, a sum over the islands of one model per region.
-    Memory: four models per region more than `async_diloco`. Compile time grows with the regions.
-    `jax.grad` through a round with a schedule raises.
+    Communication per position: a sum over the islands of one model per region. Memory: four models
+    per region more than `async_diloco`. Compile time grows with the regions. `jax.grad` through a
+    round with a schedule raises.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
-        regions: the region of each island, numbers from 0. `(0, 0, 1)` are three islands in two
-            regions.
+        regions: the region of each island, numbers from 0.
         inner_optimizer: any optax optimizer; the paper uses AdamW.
         local_server: the optimizer of the regions' servers. Default: learning rate 3.2, momentum
             0.9, period 16, the authors' settings for 4 regions of 4 islands.
@@ -123,15 +122,15 @@ def halos(
     Returns:
         `init(params)` and `round(state, cohort)`, as in `async_diloco`, with `cohort.schedule` a
         `RegionalOrder` or None. The aggregator's metrics are averaged over its calls with an
-        update. With a schedule, there is one more metric, `"exchanges"`, the number of regions'
-        updates that the global server applies.
+        update. With a schedule, `"exchanges"` is the number of regions' updates that the global
+        server applies.
 
     Raises:
         TypeError: a server is no `DelayedNesterov`, or `inner_optimizer` is not optax's; in a
             round, a schedule of another type.
         ValueError: a setting is out of range, or a region has no island; an aggregator that needs
-            the updates of all islands at once, such as a median; in a round, batches without an
-            axis of size `len(regions)`.
+            all updates at once, such as a median; in a round, batches without an axis of size
+            `len(regions)`.
 
     Example:
         >>> import fedpax
@@ -158,8 +157,8 @@ def halos(
         [5.25, 8.0]
 
     Reference:
-        Kim et al., HALoS, arXiv:2506.04531, algorithm 1. What a region does during an exchange, and
-        the settings: the authors' simulator, github.com/utnslab/halos.
+        Kim et al., HALoS, arXiv:2506.04531, algorithm 1. Exchanges and settings: the authors'
+        simulator, github.com/utnslab/halos.
     """
     check_optimizer("halos", "inner_optimizer", inner_optimizer)
     region_of = check_regions(regions)

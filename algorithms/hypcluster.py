@@ -56,8 +56,8 @@ def hypcluster(
 
         x_j <- x_j + sum_{i: j(i) = j} n_i (y_i - x_j) / sum_{i: j(i) = j} n_i
 
-    A model that no client chose stays as it is, with its server optimizer's state: this is visible
-    even if the aggregator adds noise. Clients keep no state.
+    A model that no client chose stays, with its server optimizer's state: this is visible even if
+    the aggregator adds noise. Clients keep no state.
 
     Args:
         loss_fn: f, `(params, batch) -> (loss, metrics)`, for one model.
@@ -75,8 +75,7 @@ def hypcluster(
         `[num_clusters, ...]`: start from different models, such as
         `jax.vmap(init_model)(jax.random.split(key, num_clusters))`, because equal models stay
         equal. A round computes q forward passes per batch more than `fedavg`, and reduces q models.
-        The aggregator's metrics are averaged over clusters. `choose_cluster` makes a client's
-        choice outside a round.
+        The aggregator's metrics are averaged over clusters.
 
     Raises:
         ValueError: `num_clusters` below 1; in `init`, a leaf without an axis of `num_clusters` in

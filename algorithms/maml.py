@@ -56,8 +56,8 @@ def per_fedavg(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`, with batches of at least two
-        examples. The reported loss and metrics are the adapted model's on D'. A batch with
-        only one valid example has an empty D': let `loss_fn` be 0 there.
+        examples. Metrics are the adapted model's on D'. A batch with only one valid example has an
+        empty D': let `loss_fn` be 0 there.
 
     Raises:
         ValueError: `adaptation_learning_rate` below 0; batches of fewer than two examples; and as

@@ -56,16 +56,15 @@ def mime(
         y_i <- y_i + U(grad f_i(y_i; z) - grad f_i(x; z) + c, s)    from x
         x   <- mean_i y_i;   s <- V(c, s)
 
-    A round communicates twice: c, then the y_i. It computes three gradients per batch: for c, at
-    y_i and at x.
+    A round communicates c, then the y_i, and computes three gradients per batch: for c, at y_i and
+    at x.
 
     Args:
         loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients in a round.
-        client_optimizer: the optimizer (U, V). U(g, s) is the update that optax computes from s and
-            g. `optax.sgd(momentum=)` is the paper's SGD with momentum, up to the factor 1 - beta of
-            g, and `mime_adam` its Adam. With `optax.adam`, U also moves the second moment by the
-            local g, unlike the paper's.
+        client_optimizer: the optimizer (U, V). `optax.sgd(momentum=)` is the paper's SGD with
+            momentum, up to the factor 1 - beta of g, and `mime_adam` its Adam. With `optax.adam`, U
+            also moves the second moment by the local g, unlike the paper's.
         server_optimizer: steps along the pseudo-gradient mean_i (x - y_i). Default None:
             `optax.sgd(1.0)`, which sets x to the mean of the y_i, as in the paper.
         aggregator: combines the pseudo-gradients x - y_i. Default None: their weighted mean. c is
@@ -175,9 +174,9 @@ def mime_adam(
         b1: decay of the first moment, 0 to below 1.
         b2: decay of the second moment, 0 to below 1.
         eps: added to the root of v, positive.
-        initial_second_moment: v in the first round, at least 0. Default 1.0: the first round takes
-            steps of SGD with learning rate (1 - b1) eta / (1 + eps). With small values, its steps
-            are up to 1 / eps times larger.
+        initial_second_moment: the first v, at least 0. Default 1.0: the first round takes steps of
+            SGD with learning rate (1 - b1) eta / (1 + eps). With a small v, they are up to 1 / eps
+            times larger.
 
     Raises:
         ValueError: a setting out of range.

@@ -58,10 +58,10 @@ def papa(
         w_i <- alpha w_i + (1 - alpha) mean_j w_j.
 
     A round is one averaging period; the paper's has 10 steps. The models differ by their data, by
-    settings that their batches carry to the loss, such as augmentation, and by their initial values
-    if `state.local_params` is replaced.
+    settings in their batches, such as augmentation, and by initial values put into
+    `state.local_params`.
 
-    `state.params` is the average of the population, computed when it is read or saved.
+    `state.params` is the population's average, computed when it is read.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
@@ -73,9 +73,8 @@ def papa(
             be a traced scalar, for `jax.grad`.
 
     Returns:
-        `init(params)` and `round(state, cohort)`, as in `diloco`. All models have the same weight
-        in the average, also those without a valid step; in a round without any valid step, all
-        models stay.
+        `init(params)` and `round(state, cohort)`, as in `diloco`. All models weigh the same in the
+        average, also without a valid step; in a round without any valid step, all models stay.
 
     Raises:
         TypeError: as in `diloco`.
@@ -118,8 +117,8 @@ def papa_all(
 
         w_i <- mean_j w_j.
 
-    The optimizers' states do not change. The paper averages every few epochs: give a round the
-    steps of these epochs.
+    The optimizers' states do not change. The paper averages every few epochs, which are then a
+    round.
 
     Arguments, results and errors are those of `papa`.
 
@@ -239,7 +238,6 @@ def _average_pairs(models: Params, islands: int, key: jax.Array) -> Params:
 
 
 def _average_rotated(models: Params, islands: int, key: jax.Array) -> Params:
-    """Average each model with the model c places further."""
     rotations = [tuple((i + c) % islands for i in range(islands)) for c in range(1, islands)]
     rotation = jax.random.randint(key, (), 0, len(rotations), jnp.int32)
     # In stages, the values of an island that does not answer are zeros, this one too.

@@ -72,37 +72,34 @@ def self_tuning(
       round.
     - Hyperparameters of the participants (learning rate, FedProx's mu) also cost one more pass over
       the local steps each.
-    - If the method and `self_tuning` have a `chunk_size`, temporary memory does not grow with the
-      number of participants, but for new states of clients. Otherwise this pass stores the values
-      of all participants' local steps.
+    - This pass stores the values of all participants' local steps, unless the method and
+      `self_tuning` have a `chunk_size`: temporary memory then grows by new states of clients alone.
 
-    If a derivative is NaN or infinite, its hyperparameter keeps its value in this round; if every
-    participant is absent, all do.
+    A hyperparameter keeps its value in a round where its derivative is NaN or infinite, or every
+    participant is absent.
 
-    If the participants' hyperparameters are tuned and their optimizer is Adam or AdamW, give it a
-    small `eps_root`, such as 1e-12: otherwise one gradient entry of 0, as below a ReLU, makes all
-    derivatives NaN.
+    To tune hyperparameters of participants that use Adam or AdamW, give these a small `eps_root`,
+    such as 1e-12: otherwise one gradient entry of 0, as below a ReLU, makes all derivatives NaN.
 
     Hyperparameters stay positive. Express other settings by positive ones:
     `optax.sgd(rate, momentum=1 - h["damping"])`.
 
     Args:
-        make_algorithm: makes the method from a dict of scalars, which can be traced, such as
-            `lambda h: fedavg(..., server_optimizer=optax.sgd(h["learning_rate"]))`. The structure
+        make_algorithm: makes the method from a dict of scalars, which can be traced. The structure
             of its state must not depend on their values.
         hyperparameters: initial values by name, positive.
         loss_fn: `(params, batch) -> (loss, metrics)`, usually the method's own.
         hyper_optimizer: any optax optimizer. Default None: `optax.adam(0.05)`, which changes a
             hyperparameter by about 5% in a round.
-        tuning_steps: number of a participant's first batches in f_i. The method trains on them
+        tuning_steps: number of a participant's first batches in f_i, on which the method trains
             too.
         placement: name of the method's placement: "clients" or "islands".
         chunk_size: number of participants that a device evaluates at once; see `fedpax.program`.
 
     Returns:
-        `init(params)` and `round(state, cohort)`. `state.hyperparameters` are the values of the
-        next round. Metrics: the method's; the hyperparameters of the round as
-        `"hyperparameter/<name>"`; `"loss_after"`, the mean of the finite f_i at the new model; and
+        `init(params)` and `round(state, cohort)`. `state.hyperparameters` are those of the next
+        round. Metrics: the method's; the round's hyperparameters, `"hyperparameter/<name>"`;
+        `"loss_after"`, the mean of the finite f_i at the new model; and
         `"non_finite_hypergradients"`, the number of derivatives that are NaN or infinite.
 
     Raises:

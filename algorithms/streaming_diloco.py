@@ -67,23 +67,22 @@ def streaming_diloco(
 ) -> FederatedAlgorithm[StreamingDiLoCoState]:
     """Synchronize one fragment of the model at a time, while the islands train.
 
-    A round of H steps is divided into P blocks. Block p ends with the synchronization of fragment
-    p. Its transfer starts tau steps before the end:
+    A round of H steps has P blocks. Block p ends with the synchronization of fragment p, whose
+    transfer starts tau steps earlier:
 
         after H / P - tau steps of the block:  start to average  Delta_p = mean_i (x_p - y_ip);
         after the other tau steps:             x_p <- Outer_p(x_p, Delta_p);
                                                y_ip <- alpha y_ip + (1 - alpha) x_p.
 
-    y_i is the model of island i, and x is the outer model. The peak bandwidth is P times lower than
-    in DiLoCo, and the compiler can send while the islands compute. The round is one program, and no
-    transfer is in flight at its end.
+    y_i is the model of island i, and x the outer model. The peak bandwidth is P times lower than in
+    DiLoCo, and the compiler can send while the islands compute. No transfer is in flight at the end
+    of a round.
 
     With one fragment, `delay=0` and `mixing=0.0` this is `diloco`.
 
-    Delta_p is a difference to the outer model x, as in DiLoCo and in the authors' later method
-    (arXiv:2604.21428). The paper writes theta^(t-H) instead, the island's model when it last sent
-    the fragment. It differs between islands, except with `delay=0` and `mixing=0.0`, and they drift
-    apart.
+    Delta_p is a difference to x, as in DiLoCo and in the authors' later method (arXiv:2604.21428).
+    The paper has theta^(t-H) instead, the island's model when it last sent the fragment: it differs
+    between islands, and they drift apart, except with `delay=0` and `mixing=0.0`.
 
     With an aggregator of two transfers, such as `compressed_mean` among many islands, each has half
     of the tau steps to arrive.
@@ -99,12 +98,11 @@ def streaming_diloco(
         inner_optimizer: any optax optimizer; the paper uses AdamW.
         outer_optimizer: any optax optimizer, applied to each fragment with a separate state.
             Default None: the paper's SGD with Nesterov momentum, learning rate 0.4, momentum 0.9.
-        fragments: P, the number of fragments: `layer_fragments(P)` distributes the stacked layers
-            in strides, and puts the other parameters in the last fragment. Or a function
-            `(path, leaf) -> fragment` for another assignment.
-        delay: tau, number of inner steps between the start of a transfer and its use, at least 0
-            and below H / P. With 0 nothing overlaps. With `mixing=0.0`, the new fragment replaces
-            an island's own, and its last tau steps on it are lost.
+        fragments: P, the number of fragments, dealt by `layer_fragments(P)`. Or a function `(path,
+            leaf) -> fragment` for another assignment.
+        delay: tau, inner steps from the start of a transfer to its use, at least 0 and below H / P.
+            With 0 nothing overlaps. With `mixing=0.0`, the new fragment replaces an island's own,
+            and its last tau steps on it are lost.
         mixing: alpha, share of an island's own fragment that it keeps, at least 0 and below 1. The
             paper uses 0 and 0.5.
         aggregator: combines the islands' outer gradients x_p - y_ip into Delta_p, with a state for

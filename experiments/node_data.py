@@ -135,7 +135,6 @@ class _ParticipantRounds:
         self._cohort: Cohort | None = None
 
     def __call__(self, number: int) -> Cohort:
-        """Return the row of a round's cohort."""
         if number < self._next - 1:
             self._open()
         while self._next <= number:

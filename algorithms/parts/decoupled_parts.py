@@ -66,15 +66,15 @@ def decoupled_diloco_parts(
         aggregator: merges the outer gradients of a fragment. Default None: `directional_mean`.
         codec: the format of an update on the wire. Default None: float32.
         error_feedback: whether an island adds the codec's error to its next update of the fragment.
-            Without a codec it has no effect. Default False.
+            Without a codec it has no effect.
         quorum: K, number of islands that must send a fragment before it is merged; islands of one
-            certificate count once. Default 1.
-        grace_seconds: the most seconds that the syncer waits after the quorum. Default 0.0.
+            certificate count once.
+        grace_seconds: the most seconds that the syncer waits after the quorum.
         max_steps_ahead: the most inner steps that an island takes after the last merge that it has
-            received; then it waits. At least S. With S, islands wait for each merge, as in one
-            program without delay. Default None: 32 S.
+            received; then it waits. At least S, with which it waits for each merge. Default None:
+            32 S.
         max_staleness: an update is dropped if its fragment was merged more often than this since
-            the island took the update's first step. Default 4.
+            the island took the update's first step.
         max_norm: an update with a larger L2 norm is dropped. Default None: up to 1e18.
 
     Returns:
@@ -233,5 +233,4 @@ def _norm(x: Float[Array, ...], is_stacked: bool) -> Float[Array, ...]:
 
 
 def _direction(x: Float[Array, ...], norm: Float[Array, ...]) -> Float[Array, ...]:
-    """Return x / norm; 0 where the norm is 0."""
     return jnp.where(norm > 0, x / jnp.where(norm > 0, norm, 1.0), 0.0)

@@ -114,9 +114,8 @@ def layer_fragments(
     """Assign stacked layers to fragments, and all other parameters to the last fragment.
 
     A parameter belongs to the layers if a key of its path is `layers`. Its first axis is the layer.
-    The last fragment holds all other parameters, such as embeddings. The first P - 1 share the
-    layers: "strided" deals layer l to fragment l mod (P - 1); "sequential" gives each fragment
-    adjacent layers.
+    The first P - 1 fragments share the layers: "strided" deals layer l to fragment l mod (P - 1);
+    "sequential" gives each fragment adjacent layers.
 
     Args:
         num_fragments: P, number of fragments. 1: all parameters in one fragment.

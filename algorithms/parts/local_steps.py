@@ -36,9 +36,8 @@ def local_steps(
     `"mask"` that is zero for the whole batch. Its step changes nothing, and its values are never
     read.
 
-    With `num_steps`, a loop of variable length computes no padded step; `jax.jvp` works, but
-    `jax.grad` raises. Otherwise every step is computed, padded steps are discarded, and `jax.grad`
-    works.
+    With `num_steps`, a loop of variable length computes no padded step, and `jax.grad` raises, but
+    not `jax.jvp`. Otherwise padded steps are computed and discarded, and `jax.grad` works.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.

@@ -133,9 +133,8 @@ def participant_weights(cohort: Cohort) -> Weights:
         cohort: the cohort of the round.
 
     Returns:
-        `cohort.num_examples`, or 1 for each participant where it is None; 0 where it is negative,
-        without a valid step and with a negative client id. None where every participant weighs the
-        same.
+        `cohort.num_examples`, or 1 each where it is None; 0 where it is negative, without a valid
+        step and with a negative client id. None where all weigh the same.
 
     Raises:
         RuntimeError: it is called outside of a program.

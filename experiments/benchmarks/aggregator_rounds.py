@@ -3,16 +3,14 @@
     python -m fedpax.experiments.benchmarks.aggregator_rounds --model=cnn --clients=64
 
 `round / mean's` is the time of a round divided by that with the plain mean. `alone` is the time to
-aggregate random updates without training, one client at a time. `added` is the time that an
-aggregator then adds to the mean, as a fraction of the round with the mean, whose local steps vary
-with the place of buffers in memory by several percent. `temporaries` shows the memory of robust
-means, which need all updates at once.
+aggregate random updates without training. `added` is its excess over the mean's, as a fraction of
+the round with the mean: times of whole rounds vary by several percent. `temporaries` shows the
+memory of robust means, which need all updates at once.
 
-A lower bound is the part that an aggregator cannot leave out: for the median and the trimmed mean
+A lower bound is the work that an aggregator cannot leave out: for the median and the trimmed mean
 one sort of each coordinate, for Krum the matmul of the inner products of all pairs, for Bulyan
-both, for the geometric median a weighted mean for each iteration and one before them. If Flower is
-installed (`pip install flwr`), its functions must give the same result. They use one thread, and
-fedpax uses all: compare by `--clock=cpu`.
+both, for the geometric median a weighted mean per iteration and one more. Flower's functions, if it
+is installed, must give the same result. They use one thread: compare by `--clock=cpu`.
 """
 
 import functools

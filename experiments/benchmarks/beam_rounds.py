@@ -2,10 +2,9 @@
 
     python -m fedpax.experiments.benchmarks.beam_rounds
 
-writes and prepares a table of clients with 20 examples of 64 features, and trains a network of
-15,010 parameters for one round of few and of many of them. The CPU seconds are summed over all
-processes, without the imports of this one.
-Needs the extras `beam` and `files`.
+prepares a table of clients with 20 examples of 64 features, and trains a network of 15,010
+parameters for one round of few and of many of them. CPU seconds are of all processes, without the
+imports of this one. Needs the extras `beam` and `files`.
 """
 
 import functools

@@ -2,12 +2,12 @@
 
     python -m fedpax.experiments.benchmarks.chaos --picture=chaos.png
 
-A syncer and its islands run as `fedpax syncer` and `fedpax join` on CPU, once undisturbed and once
-with failures: `kill -9` and a new start, SIGSTOP and SIGCONT, networks that a proxy cuts and
-throttles, all drawn from a seed. Data come at a fixed rate, so an island that is gone leaves no CPU
-time to the others. Useful time is the inner steps in merges per second, relative to the undisturbed
-run. Restarted data parallelism is computed: each failure but a throttled network stops all islands
-until the failed one has restarted, and loses the steps since the last checkpoint.
+`fedpax syncer` and its islands, `fedpax join`, run on CPU, once undisturbed and once with failures
+drawn from a seed: `kill -9` and a new start, SIGSTOP and SIGCONT, networks that a proxy cuts and
+throttles. Data come at a fixed rate, so an absent island leaves no CPU time to the others. Useful
+time is the inner steps in merges per second, relative to the undisturbed run. Restarted data
+parallelism is computed: each failure but a throttled network stops all islands until the failed one
+has restarted, and loses the steps since the last checkpoint.
 """
 
 import dataclasses

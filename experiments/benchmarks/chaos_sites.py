@@ -239,7 +239,6 @@ def _check(sites: Sites, deadline: float, except_for: Collection[int] = ()) -> N
 
 
 def _set(sites: Sites, failure: Failure, begins: bool) -> None:
-    """Begin or end a failure."""
     process = failure.island
     match failure.kind:
         case "kill" | "kill syncer":

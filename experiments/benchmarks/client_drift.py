@@ -4,8 +4,8 @@
     python -m fedpax.experiments.benchmarks.client_drift --local_steps=1,10,100 --methods=FedAvg
 
 Client i has f_i(w) = (w - b_i)' A_i (w - b_i) / 2, and takes K exact gradient steps in a round, in
-float64. All clients join each round. The optimum of the mean loss solves a linear system. FedAvg
-with K above 1 converges to another point.
+float64. All clients join each round. FedAvg with K above 1 converges to another point than the
+optimum of the mean loss.
 """
 
 from collections.abc import Iterator, Mapping

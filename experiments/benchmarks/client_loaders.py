@@ -4,8 +4,8 @@
 
 Every library reads the same clients in new arrays, shuffled within a client, in one batch each, as
 uint8 images of 28 x 28; fedpax also as float32, and from a prepared folder. CPU times are compared
-with the time to copy these arrays. A library that is not installed is left out: install `datasets`,
-and `fedjax` and `pfl` without their pinned dependencies.
+with a copy of these arrays. A library that is not installed is left out: install `datasets`, and
+`fedjax` and `pfl` without their pinned dependencies.
 """
 
 import functools

@@ -3,15 +3,14 @@
     python -m fedpax.experiments.benchmarks.cohort_input --clients=1000 --faster=50 --clock=cpu
 
 A cohort has images of 28 x 28 pixels from clients of log-normal sizes, 28 images in the median, in
-batches of 10. Its time is at most 2.5 times the time of a copy of its arrays to used memory. The
-waiting, at most 10%, is measured in a loop that leaves the CPU idle for as long as a device would
-train an MLP that is `faster` times as fast as this CPU, while a thread lays out the next cohort.
-`uint8 to float32` are scaled by the host in the time of a cohort, and by the device, which is not
-counted, in the waiting.
+batches of 10. Its time is at most 2.5 times that of a copy of its arrays to used memory. The
+waiting, at most 10%, is measured while a thread lays out the next cohort and the CPU is idle for as
+long as a device `faster` times as fast would train an MLP. `uint8 to float32` are scaled by the
+host in the time of a cohort, by the device, not counted, in the waiting.
 
 On a shared machine, `--clock=cpu` computes the waiting: the CPU time of the thread that lays out a
-cohort, less a round's CPU time divided by `faster`. It assumes a free core for the second thread,
-which gathers half of the examples of a large array. `CPU s of a cohort` counts both.
+cohort, less a round's CPU time divided by `faster`, with a free core for the thread that gathers
+half of a large array. `CPU s of a cohort` counts both.
 """
 
 import statistics

@@ -2,10 +2,10 @@
 
     python -m fedpax.experiments.benchmarks.elastic_restarts --processes=3 --repetitions=5
 
-Each repetition starts `fedpax train --elastic` on this machine, and measures the start, a training
-process that gets `kill -9` and one that gets SIGSTOP, a supervisor that is killed, and its return:
-until the keeper has decided on it, and until the next useful round, whose number was not trained
-before. The largest CPU time of a training process depends less on other programs.
+Each repetition starts `fedpax train --elastic`, and measures the start, a training process that
+gets `kill -9` and one that gets SIGSTOP, a supervisor that is killed, and its return: until the
+keeper has decided, and until the next round whose number was not trained before. The largest CPU
+time of a training process depends less on other programs.
 """
 
 import contextlib

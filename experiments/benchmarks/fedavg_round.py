@@ -2,13 +2,12 @@
 
     python -m fedpax.experiments.benchmarks.fedavg_round --model=mlp --clients=64,1024
 
-All implementations must give the same result on the same random data. They are timed in interleaved
-calls, and a ratio is the median over repetitions. DrJAX is part of the extra `bench` and is left
-out if it is not installed.
+All must give the same result. Calls are interleaved, and a ratio is the median over repetitions.
+DrJAX, of the extra `bench`, is left out if it is not installed.
 
-`--baselines=gradient` adds the loss after fedpax's round with its gradient with respect to the
-server's and the clients' learning rates, which must equal the `jax.vmap` round's. The local
-training is rematerialized. `--plot` draws time and memory over the number of clients.
+`--baselines=gradient` adds the loss after fedpax's round with its gradient in the learning rates of
+server and clients, which must equal the `jax.vmap` round's. The local training is rematerialized.
+`--plot` draws time and memory over the number of clients.
 """
 
 import dataclasses

@@ -3,9 +3,9 @@
     python -m fedpax.experiments.benchmarks.files --folder=/tmp/files --clients=1000000
 
 prepares a Parquet file of clients with `--examples` rows of `--numbers` numbers each, beside
-DuckDB's own sort of it to Parquet; opens the prepared folder, and makes a stream of rounds over it;
-reads and trains rounds of 1,000 of its clients, beside rounds of 1,000 clients in all. A row of the
-result gathers rows of random clients with NumPy from an array in memory. Times are CPU time.
+DuckDB's own sort of it; opens the prepared folder and a stream of rounds; reads and trains rounds
+of 1,000 of its clients, beside a population of only 1,000. One row of the result gathers rows of
+random clients with NumPy in memory. Times are CPU time.
 """
 
 import functools

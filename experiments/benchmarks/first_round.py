@@ -2,10 +2,9 @@
 
     python -m fedpax.experiments.benchmarks.first_round --exp=fedavg_digits --repetitions=5
 
-Each repetition runs new processes: a training up to its first logged round with an empty
-compilation cache, and once more; `import fedpax` with all its public names; `fedpax list`; `import
-jax`. Ratios are medians. The CPU seconds include child processes, and the evaluation and the save
-after a round. `BARS` has the most CPU seconds of the trainings, on a machine with two cores.
+Each repetition trains up to the first logged round, with an empty compilation cache and once more,
+and runs `import fedpax` with all its public names, `fedpax list` and `import jax`. CPU seconds
+include child processes, evaluation and save. `BARS` are for two cores.
 """
 
 import math

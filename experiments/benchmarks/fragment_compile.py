@@ -2,9 +2,8 @@
 
     python -m fedpax.experiments.benchmarks.fragment_compile
 
-The model has a stacked layer for each fragment but the last. Fragments that are alike share the
-body of a loop, so the time does not grow with their number. `unrolled` is the time of the same
-round without loops. The bar is half of it with 16 fragments and more.
+The model has a stacked layer for each fragment but the last. Equal fragments share the body of a
+loop; `unrolled` is the time without loops. The bar is half of it with 16 fragments and more.
 """
 
 import itertools

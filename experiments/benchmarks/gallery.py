@@ -5,10 +5,9 @@
 Ten participants take ten steps of ten examples in each round. `digits` is scikit-learn's digits
 with labels from Dirichlet(0.3), and an MLP with 32 hidden units. `synthetic` is FedProx's
 synthetic(1, 1), and logistic regression. All methods have the same batches and first model, and
-nothing is tuned. Accuracy is the mean over the participants, each on its own held-out examples and
-with the model that it would use. Aggregators run in FedAvg, and once more with two participants
-that send updates reversed and four times as large. Participants of asynchronous methods differ in
-speed by up to three times.
+nothing is tuned. Accuracy is the mean over participants, each on its own held-out examples with its
+own model. Aggregators run in FedAvg, and once more with two participants whose updates are
+multiplied by -4. In asynchronous methods, speeds differ by up to three times.
 """
 
 import functools
@@ -150,8 +149,6 @@ def cohort_of(method: Method, batches: Arrays, number: int) -> Cohort:
 def _accuracy(
     model: FunctionalModel, models: Any, state: Any, cohort: Cohort, heldout: Any
 ) -> jax.Array:
-    """Compute the participants' mean accuracy, each with its own model if it has one."""
-
     def repeat(p: jax.Array) -> jax.Array:
         return jnp.broadcast_to(p, (PARTICIPANTS, *p.shape))
 

@@ -157,7 +157,6 @@ class Command(NamedTuple):
     benchmark: type[Benchmark]
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
-        """Run the benchmark; return the exit status."""
         return int(not all(vars(row).get("met", True) for row in self.run(argv)))
 
     def run(self, argv: Sequence[str] | None = None) -> list[Row]:

@@ -4,10 +4,9 @@
     python -m fedpax.experiments.benchmarks.input_rate --tokenizer=tokenizer.json --chip=H100 \
         --chips_per_host=8
 
-The need is the rate of Llama 3.1 8B at a given model FLOPs utilization. Documents of the length of
-C4's are pieces of the Python standard library, in array_record files. One host's rows of a step are
-made as in `fedpax train`. CPU time is summed over all threads. The waiting is measured in a loop
-that leaves the CPU idle while the accelerators would compute.
+The need is the rate of Llama 3.1 8B at a given model FLOPs utilization. Documents, as long as C4's,
+are pieces of the Python standard library in array_record files. CPU time is of all threads. The
+waiting is measured in a loop that leaves the CPU idle while the accelerators would compute.
 """
 
 import time

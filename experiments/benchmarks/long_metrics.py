@@ -2,8 +2,8 @@
 
     python -m fedpax.experiments.benchmarks.long_metrics --rounds=1000,100000,1000000
 
-The lines imitate a run with an evaluation and a checkpoint every 100 rounds. The copies are
-counted from the sizes of the parts that each checkpoint writes.
+The lines imitate a run with an evaluation and a checkpoint every 100 rounds. Bytes are the sizes of
+the parts that each checkpoint writes.
 """
 
 import itertools

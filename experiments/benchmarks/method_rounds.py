@@ -3,10 +3,9 @@
     python -m fedpax.experiments.benchmarks.method_rounds --model=cnn --clients=16
     python -m fedpax.experiments.benchmarks.method_rounds --model=cnn --islands=4
 
-The second command times the methods of islands against DiLoCo with the same inner optimizer and
-steps. `passes` is a method's cost in gradients per batch, with a forward pass as a third of one and
-a Hessian-vector product as two; the last column divides the time by that of so many rounds of the
-baseline: 1 means that nothing is computed twice.
+The second command compares with DiLoCo. `passes` is a method's cost in gradients per batch, with a
+forward pass as a third of one and a Hessian-vector product as two; the last column divides the time
+by that of so many rounds of the baseline: 1 means that nothing is computed twice.
 """
 
 from collections.abc import Iterator

@@ -4,9 +4,9 @@
         --pfl_python=environments/pfl/bin/python --flower_python=environments/flower/bin/python
 
 pfl needs PyTorch, Flower needs Ray and PyTorch; a library without the option is left out. All run
-the same round on the same data (5 steps of plain SGD per client, updates weighted by numbers of
-examples) and must give the same result. Then interleaved calls are timed, each library in its own
-process. If there is a GPU, fedpax and pfl use it, with the data on it; Flower uses the CPU.
+the same round (5 steps of plain SGD per client, updates weighted by numbers of examples) and must
+give the same result. Each library has its own process, and calls are interleaved. fedpax and pfl
+use a GPU if there is one, Flower the CPU.
 
 `--method=scaffold` is option II, in pfl with one worker.
 """

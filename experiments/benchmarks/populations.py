@@ -3,9 +3,8 @@
     python -m fedpax.experiments.benchmarks.populations --clients=1000000,10000000
 
 Clients have two examples on average, with 10 labels. Memory is the peak of a step beyond its
-arguments, in a second call. Bars: for a step that makes a population, 2 microseconds and 200 bytes
-a client; for another step that visits every client, 1 microsecond a client; for a cohort of 1,000
-drawn by weight, 10 ms.
+arguments, in a second call. Bars: 2 microseconds and 200 bytes a client to make a population; 1
+microsecond a client for other steps that visit all; 10 ms for a cohort of 1,000 drawn by weight.
 """
 
 import itertools

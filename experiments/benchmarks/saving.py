@@ -2,16 +2,15 @@
 
     python -m fedpax.experiments.benchmarks.saving --megabytes=512
 
-saves a state of random arrays as a run does, and prints for each save the seconds until training
-continues and until the checkpoint is complete, and last the median share of the first in the
-second.
+saves a state of random arrays, and prints for each save the seconds until training continues and
+until the checkpoint is complete, and the median ratio of the two.
 
     python -m fedpax.experiments.benchmarks.saving --clients=100000 --floats=2368
 
-saves random states of clients: all in the first checkpoint, then those that changed since an
-earlier one. `--rounds` rounds, in each of which `--cohort` clients change their states, lie between
-two. `CPU s` are those of `save` and of the writers. The last row restores the newest checkpoint and
-compares the fingerprints of the states. `most MB` is the process's largest memory until then.
+saves random states of clients: all in the first checkpoint, then those that changed in `--rounds`
+rounds of `--cohort` clients each. `CPU s` are those of `save` and of the writers. The last row
+restores the newest checkpoint and compares the states. `most MB` is the process's largest memory
+until then.
 """
 
 import resource

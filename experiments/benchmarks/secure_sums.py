@@ -2,8 +2,8 @@
 
     python -m fedpax.experiments.benchmarks.secure_sums --sites=4,16 --values=1000000
 
-All sides run in one process, without a network. In each sum the last site drops out after it has
-shared its secrets, so the coordinator removes its masks from each other site's values.
+All sides run in one process. In each sum the last site drops out after it has shared its secrets,
+so the coordinator removes its masks from the values of all other sites.
 """
 
 import time

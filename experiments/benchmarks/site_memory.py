@@ -2,8 +2,8 @@
 
     python -m fedpax.experiments.benchmarks.site_memory
 
-The coordinator is a process, and real messages reach it over loopback. The sites are threads of
-one other process, which send random updates of the model's size and do not train. Needs Linux.
+Real messages reach the coordinator's process over loopback. The sites are threads of one other
+process, which send random updates and do not train. Needs Linux.
 """
 
 import dataclasses
@@ -100,7 +100,6 @@ class SiteMemory(Benchmark):
             yield Row(aggregator=name, sites=sites, megabytes=self._peak(name, sites) / 1e6)
 
     def _peak(self, aggregator: str, sites: int) -> float:
-        """Return the largest resident memory of a coordinator."""
         training = TrainingConfig(rounds=self.rounds, evaluate_every=0, checkpoint_every=0)
         size = int(self.megabytes * 1e6 / 4)
         experiment = Federation(training=training, aggregator=aggregator, size=size)

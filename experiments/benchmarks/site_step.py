@@ -3,10 +3,9 @@
     python -m fedpax.experiments.benchmarks.site_step
 
 One island trains the demo's model, and exchanges a fragment with a syncer after every S steps, over
-mutual TLS. The syncer merges and saves each update at once, and the island receives the merge.
-Blocks of steps with and without the exchange alternate in one process, without reading data. The
-island and the syncer have a core each, if there are two; copies and transfers take time from the
-island's.
+mutual TLS. The syncer merges and saves each update at once. Blocks of steps with and without the
+exchange alternate in one process, without reading data. The island and the syncer have a core each,
+if there are two; copies and transfers take time from the island's.
 """
 
 import contextlib
@@ -64,7 +63,6 @@ class SiteStep(Benchmark):
                 return [island.submit(self._train, pipe.recv(), folder).result()]
 
     def _experiment(self) -> DecoupledDiLoCoText:
-        """Make the experiment: `decoupled_diloco_text` with one island and these sizes."""
         sizes = {name: getattr(self, name) for name in ("local_steps", "batch_size", "seq_len")}
         fields: dict[str, Any] = {"islands": 1, "data": sizes, "decoupled": {"quorum": 1}}
         made: DecoupledDiLoCoText = changed(decoupled_diloco_text(), mesh=SINGLE_DEVICE, **fields)
@@ -165,7 +163,6 @@ class SiteStep(Benchmark):
 
 
 def _random_batches(run: Any, steps: int) -> Any:
-    """Return random tokens of the shapes of the experiment's batches, `[steps, batch, ...]`."""
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda like: rng.integers(1, 100, (steps, *like.shape[2:])).astype(like.dtype),

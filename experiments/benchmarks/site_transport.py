@@ -2,9 +2,9 @@
 
     python -m fedpax.experiments.benchmarks.site_transport
 
-A server in its own process receives messages of float32 arrays (push), or answers with them
-(pull), over mutual TLS and without encryption. Each message is encoded, checked and decoded.
-Several islands have a connection and a thread each, in one process; the rate is their sum.
+A server in its own process receives messages of float32 arrays (push), or answers with them (pull),
+over mutual TLS and without encryption. Each message is encoded, checked and decoded. The rate is
+the sum over islands, each with a connection and a thread in one process.
 """
 
 import itertools

@@ -3,9 +3,9 @@
     python -m fedpax.experiments.benchmarks.site_trust --seeds=0,1,2
 
 Sites train a network with one hidden layer on digits by FedAvg, with equal weights. The last site
-cheats in each round. The coordinator has 200 examples for the guard `accept_if`; the accuracy is
-that on 336 others after the last round, the mean over seeds. "honest sites dropped" are the updates
-of other sites that a guard drops, over all rounds.
+cheats in each round. The coordinator has 200 examples for the guard `accept_if`; the accuracy is on
+336 others after the last round, the mean over seeds. "honest sites dropped" are updates of other
+sites that a guard drops.
 """
 
 import functools
@@ -46,7 +46,6 @@ def _scaled(factor: float) -> Callable[[Update, jax.Array], Update]:
 
 
 def _noise(update: Update, key: jax.Array) -> Update:
-    """Return a random update with 10 times an update's norm."""
     flat, unflatten = jax.flatten_util.ravel_pytree(update)
     noise = jax.random.normal(key, flat.shape)
     return unflatten(noise * (10.0 * jnp.linalg.norm(flat) / jnp.linalg.norm(noise)))

@@ -2,11 +2,10 @@
 
     python -m fedpax.experiments.benchmarks.store_rounds --devices=1,2,8 --clock=cpu
 
-In the hand-written round, all clients are at home, none is absent, each takes the same number of
-steps, and the loop over them reads and writes their states in a donated array. It is compared with
-fedpax's round of the same clients, whose results must be equal, and of sampled clients, some of
-them away from home. FedAvg as a hand-written loop is the other baseline: SCAFFOLD reads one more
-array of the model's size in a step, and a client's control, and adds its change to a second sum.
+In the hand-written round, all clients are at home, none is absent, all take the same number of
+steps, and the loop reads and writes their states in a donated array. It is compared with fedpax's
+round of the same clients, whose results must be equal, and of sampled clients, some away from home.
+The other baseline is FedAvg as a hand-written loop, without controls to read and to sum.
 """
 
 from collections.abc import Callable

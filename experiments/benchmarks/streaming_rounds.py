@@ -3,9 +3,8 @@
     python -m fedpax.experiments.benchmarks.streaming_rounds --clock=cpu
 
 Both train the same model with AdamW, on the same batches, with an island on each simulated device.
-The time of a local step includes transfers. The memory is what the compiler allocates on a device.
-An island of Streaming DiLoCo keeps its own model, so it may need as much more as the outer state
-has: the outer model and momentum.
+The time of a local step includes transfers. The memory is what the compiler allocates on a device:
+Streaming DiLoCo may need more by the size of the outer model and momentum.
 """
 
 from collections.abc import Iterator

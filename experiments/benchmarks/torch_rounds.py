@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=2 torch_rounds.py pfl arguments.npz result.npz fedavg
     python torch_rounds.py flower arguments.npz result.npz fedavg 2
 
-runs one round for each line of standard input, each from the parameters of the previous round. The
-fourth argument is `fedavg`, `fedprox` or `scaffold`. The fifth is the number of Flower's workers.
+runs one round for each line of standard input, each from the parameters of the previous one. The
+method is `fedavg`, `fedprox` or `scaffold`, the last argument the number of Flower's workers.
 """
 
 # mypy: disable-error-code="import-not-found"

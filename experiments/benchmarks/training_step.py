@@ -5,10 +5,9 @@
         --model=base_100m --batch_size=2 --seq_len=256
 
 The hand-written step is `jax.jit` of `jax.value_and_grad` and an optax update, with the same model
-and loss. Both steps are timed in interleaved calls. The command exits with status 1 if their
-collectives differ. `--matmul=8192` also times a chain of square bfloat16 matmuls: the ceiling of
-the chip, of which the last column is the part that the model's FLOPs take, without recomputation
-and the half of attention that the causal mask hides.
+and loss. The command exits with status 1 if the collectives differ. `--matmul=8192` also times a
+chain of square bfloat16 matmuls: the ceiling of the chip, of which the last column is the part that
+the model's FLOPs take, without recomputation and the masked half of attention.
 
 `--topology=v5e:4x4` compiles for a TPU pod without the hardware and runs nothing; it needs the
 extra `tpu`.

@@ -2,10 +2,9 @@
 
     python -m fedpax.experiments.benchmarks.virtual_time --out=virtual_time.png
 
-FedAvg waits for the slowest client of each round; FedBuff and FedAsync do not. All three keep the
-same number of clients busy, on the same trace, with the same local training. FedBuff and FedAsync
-have the same virtual time, FedAvg as many bytes. Server learning rates are 1; FedAsync mixes with
-0.4.
+FedAvg, FedBuff and FedAsync keep the same number of clients busy, on the same trace, with the same
+local training. FedBuff and FedAsync have the same virtual time, FedAvg as many bytes. Server
+learning rates are 1; FedAsync mixes with 0.4.
 """
 
 from collections.abc import Iterator
@@ -133,7 +132,6 @@ class VirtualTime(Benchmark):
         return np.array(cohorts, np.int32), np.array(ends[1:])
 
     def _arrivals(self, trace: simulation.Trace, buffer: int) -> Any:
-        """Return the order of the server updates in the virtual time of a run."""
         sizes: Any = {"concurrency": self.busy, "buffer_size": buffer, "num_steps": STEPS}
         rounds = within = 64
         while within == rounds:

@@ -158,8 +158,6 @@ class _InOrder(NamedTuple):
 
 
 def _with_label_moments(loss_fn: ModelLoss) -> ModelLoss:
-    """Add the means of the labels and of their squares to the metrics of a loss."""
-
     def with_moments(params: Params, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         loss, metrics = loss_fn(params, batch)
         label, mask = batch["label"], batch["mask"]
@@ -309,12 +307,10 @@ def place_rows(
 
 
 def _with_perplexity(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Add the perplexity."""
     return {"loss": metrics["loss"], "perplexity": _perplexity(metrics["loss"]), **metrics}
 
 
 def _perplexity(loss: float) -> float:
-    """Return the perplexity; inf if it exceeds the largest float."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -42,8 +42,6 @@ Part = tuple[Cohort, dict[str, chex.Array]]
 
 
 class _Clients(NamedTuple):
-    """Clients of similar sizes."""
-
     ids: NDArray[np.int64]  # -1: absent
     num_steps: int  # of the training batches, padding included
     num_heldout: int  # padding included

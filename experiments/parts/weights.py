@@ -101,7 +101,6 @@ def without_scale(config: TransformerConfig) -> TransformerConfig:
 
 
 def _scaled(config: TransformerConfig, params: Params) -> Params:
-    """Return the parameters for `without_scale(config)`."""
     if not config.scale_embeddings:
         return params
     table = params["embedding"]
@@ -144,7 +143,6 @@ def write_huggingface(
 
 
 def _add_entry(path: Path, name: str, value: str | int) -> None:
-    """Set an entry of a JSON file, which need not exist."""
     entries = read_json(path) if path.is_file() else {}
     text = json.dumps({**entries, name: value}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")

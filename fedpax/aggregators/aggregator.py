@@ -36,8 +36,8 @@ class Aggregator(NamedTuple):
             of the structure of `params`. `metrics` is a dict of scalars. An aggregator with two
             transfers, such as `compressed_mean`, calls `sent_values.work_under_transfer` after
             each, so that a method can compute meanwhile (`sent_values.under_transfers`).
-        needs_all: True if the aggregate needs the updates of all participants at once, as for a
-            median. An asynchronous method then raises. Default False.
+        needs_all: True if the aggregate needs all updates at once, as for a median. An asynchronous
+            method then raises.
         tolerates_non_finite: True if the aggregate stays finite beside an update with NaN or
             infinity, as for a median. Each metric is then the mean over the finite values, and
             `"non_finite_participants"` counts the other participants. Default False: a NaN of one
@@ -46,11 +46,10 @@ class Aggregator(NamedTuple):
             along the noise of a private mean, which hides this. Default False: such a round changes
             neither the model nor the server optimizer's state.
         accountant: computes the metric `"epsilon"`. A transformation that keeps the guarantee keeps
-            it. Default None.
-        counts_alike: True if every present participant counts alike: weights above 0 have no other
-            effect, as in a median. Default False.
-        limits: `number of participants -> {argument: its largest value}`, which settings of
-            experiments are checked with. Default None: it limits no argument.
+            it.
+        counts_alike: True if weights above 0 have no other effect, as in a median.
+        limits: `number of participants -> {argument: its largest value}`, to check settings of
+            experiments.
 
     Example:
         >>> import fedpax
@@ -230,8 +229,7 @@ def chain(*stages: AggregatorTransformation | Aggregator) -> Aggregator:
 
     Returns:
         The aggregator. Each stage's state contains the next stage's state. The metrics are those of
-        all stages. If several have the same name, the k-th one's ends in `_k`, such as
-        `"clipped_fraction_2"`.
+        all stages. The k-th one of the same name ends in `_k`, such as `"clipped_fraction_2"`.
 
     Raises:
         TypeError: the last stage is not an `Aggregator`, or an earlier stage is one.

@@ -37,8 +37,8 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
         A transformation without state. Norms and scales are float32. An update whose norm is
         infinite or NaN becomes 0. Metrics, over present participants: `"clipped_fraction"`, the
         fraction whose norm is not at most C; `"participant_norm"`, the mean of the finite norms
-        before clipping; and `"non_finite_updates"`, the number of updates whose norm is infinite or
-        NaN. They are exact: do not publish them with a private mean.
+        before clipping; and `"non_finite_updates"`, the number of other norms. They are exact: do
+        not publish them with a private mean.
 
     Raises:
         TypeError: `max_norm` is not a number.
@@ -101,8 +101,7 @@ def adaptive_clip(
         b = (sum_i [||u_i|| <= C] + N(0, count_stddev^2)) / m;   C <- C exp(-eta (b - gamma)).
 
     Without noise, C changes by a factor of at most exp(eta) per round; without a present
-    participant it does not change. `private_mean(quantile=...)` is the private mean with this
-    clipping.
+    participant it stays. `private_mean(quantile=...)` is the private mean with this clipping.
 
     Args:
         initial_norm: C of the first round, above 0. The paper uses 0.1.

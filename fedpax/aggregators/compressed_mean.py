@@ -62,30 +62,29 @@ def compressed_mean(
       for a `federated_mean`. With a `chunk_size`, memory is flat in n.
 
     With an island on each device and 4 bits, it is the all-gather for up to 8 islands, then the
-    all-to-all. All three give the same mean, up to rounding in its last bits; the first two add in
-    the same order on every mesh. The derivative is zero.
+    all-to-all. All give the same mean, up to rounding in its last bits; the first two add in the
+    same order on every mesh. The derivative is zero.
 
-    With `mean_codec`, the mean is encoded too: mean = decode(encode(sum_i q_i / n)). The all-to-all
-    is then chosen from 3 islands on, at 4 bits. It is another algorithm on every mesh: the rounding
-    of the mean is lost, with error feedback too.
+    With `mean_codec`, mean = decode(encode(sum_i q_i / n)). The all-to-all is then chosen from 3
+    islands on, at 4 bits. This is another algorithm: the rounding of the mean is lost, with error
+    feedback too.
 
     A parameter of more than 65,536 entries is encoded with its minor axis sharded over the mesh
     axes within a participant, such as `fsdp`: each device sends its part. Smaller parameters are
-    gathered, and each device sends the whole. On a mesh with automatic axes, a device sends rows of
-    128 words, because a TPU pads other shapes to tiles. A CPU gathers a parameter for `top_k`.
+    gathered first. On a mesh with automatic axes, a device sends rows of 128 words, because a TPU
+    pads other shapes to tiles. A CPU gathers a parameter for `top_k`.
 
     Use error feedback with a fixed set of participants, such as islands. With sampled clients, the
     residual of one client is added to the update of another.
 
     Args:
         codec: how an update is sent, such as `codecs.e3m0()`.
-        error_feedback: whether participants add the unsent part to their next update. Default
-            False. Biased codecs, such as `top_k` and `sign`, need it to converge.
-        decay: factor of the residual each round, above 0 and at most 1. Default 1.0: nothing is
-            forgotten. SparseLoCo uses 0.95.
-        mean_codec: codec of the mean. Default None: only updates are rounded, and the mean stays in
-            float32. It has the blocks of `codec`. A codec that draws random numbers by entry, such
-            as `uniform`, rounds the mean differently on different meshes.
+        error_feedback: whether participants add the unsent part to their next update. Biased
+            codecs, such as `top_k` and `sign`, need it to converge.
+        decay: factor of the residual each round, above 0 and at most 1. SparseLoCo uses 0.95.
+        mean_codec: codec of the mean, with the blocks of `codec`. Default None: the mean stays in
+            float32. A codec that draws random numbers by entry, such as `uniform`, rounds the mean
+            differently on different meshes.
         seed: seed of the random keys, which differ by round, participant and parameter.
 
     Returns:
@@ -219,7 +218,6 @@ def _exchange(
 
 
 def _num_devices(placement: Placement) -> int:
-    """Return the number of devices along the placement's mesh axis, 1 without one."""
     axis = mesh_axis(placement)
     return 1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis]
 

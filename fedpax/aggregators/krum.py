@@ -136,8 +136,8 @@ def bulyan(num_byzantine: int) -> Aggregator:
        `theta = m - 2 f` updates are selected.
     2. Each coordinate is the mean of the `theta - 2 f` selected values closest to their median.
 
-    The second step bounds the error of each coordinate, which Krum does not. The bound is
-    `m >= 4 f + 3`. With fewer, the result is 0.
+    Unlike in Krum, the error of each coordinate is bounded. The bound is `m >= 4 f + 3`. With
+    fewer, the result is 0.
 
     It needs the memory of `krum`, and on a mesh two all-to-alls, an all-reduce and an all-gather.
 

@@ -46,7 +46,7 @@ def privacy_spent(
 ) -> float:
     """Compute the epsilon of (epsilon, delta)-differential privacy after some rounds.
 
-    Sampling improves privacy (amplification). A shuffled pass over the population is none of these:
+    Sampling improves privacy (amplification). A shuffled pass over the population is no sampling:
 
     - Poisson: every participant joins each round independently, with `sampling_probability`.
       Neighbouring populations differ by one participant, added or removed.
@@ -57,20 +57,20 @@ def privacy_spent(
 
     No sampling is accounted exactly: k rounds are one with the noise multiplier `z / sqrt(k)`.
     Poisson sampling is accounted by privacy loss distributions on a grid, and a fixed size by the
-    Renyi bound of the reference. Both are upper bounds, and at most epsilon without sampling for
-    the same neighbouring populations. Where that epsilon or the privacy loss of one round is above
-    100,000, the bound can ignore sampling.
+    Renyi bound of the reference. Both are upper bounds, at most epsilon without sampling for the
+    same neighbouring populations. Where that or the privacy loss of one round is above 100,000, the
+    bound can ignore sampling.
 
     Args:
-        noise_multiplier: z, the standard deviation of the noise of the sum over the clipping norm.
-            With adaptive clipping, the multiplier of both sums together, as in `private_mean`.
+        noise_multiplier: z, the standard deviation of the noise of the sum over the clipping norm;
+            with adaptive clipping, that of both sums together, as in `private_mean`.
         num_rounds: number of rounds, at least 1.
         delta: well below 1 over the population's size.
-        sampling_probability: probability of joining a round. Default None: no Poisson sampling.
-        cohort_size: number of participants of a round. Default None: no sampling of a fixed size.
+        sampling_probability: probability of joining a round, for Poisson sampling.
+        cohort_size: number of participants of a round, for a fixed size.
         num_clients: number of clients to draw from; given with `cohort_size`.
         discrete: the noise is discrete Gaussian, as in `private_secure_mean`: accounted without
-            sampling, by the bound of `PrivacyAccountant`. Default False: Gaussian noise.
+            sampling, by the bound of `PrivacyAccountant`.
         releases_before: number of releases with the same noise multiplier to all clients before the
             first round, such as 1 for the statistics of a table; without sampling.
 
@@ -318,8 +318,8 @@ class PrivacyAccountant(NamedTuple):
 
     `aggregator.accountant` of a private aggregator is one, and computes its metric `"epsilon"`.
 
-    Each round counts as a release to every participant, without amplification by sampling. The
-    epsilon of Gaussian noise is exact, of discrete noise an upper bound.
+    Each round counts as a release to every participant, without amplification by sampling. Epsilon
+    is exact for Gaussian noise, an upper bound for discrete noise.
 
     Attributes:
         noise_multiplier: z, as in `private_mean`. Without noise, 0, epsilon is infinite.

@@ -68,8 +68,8 @@ def private_mean(
     `"epsilon"`: their `FederatedAlgorithm.sent_exactly` names it.
 
     In one program, such as `jax.jit(round)`, this is a simulation: the seed tells the noise. In
-    stages (`fedpax.stages`, and so over sites and on nodes), the server draws the noise of each run
-    from the operating system's randomness, and the seed has no effect.
+    stages (`fedpax.stages`, and so over sites and on nodes), the server draws the noise from the
+    operating system instead.
 
     Args:
         max_norm: C, above 0; with `quantile`, its initial value.
@@ -78,12 +78,11 @@ def private_mean(
             noise.
         delta: of the metric `"epsilon"`, between 0 and 1. Use well below 1 over the number of all
             clients.
-        releases_before: number of means with this noise multiplier that the same clients were part
-            of before the first round, such as the statistics of a table. The metric `"epsilon"`
-            counts them.
+        releases_before: number of means with this noise multiplier over the same clients before the
+            first round, such as the statistics of a table. `"epsilon"` counts them.
         expected_participants: m. Default None: the placement's size, for cohorts of fixed size.
-            With Poisson sampling from a population of N, pass `sampling_probability * N`, and
-            declare a placement that is large enough for every cohort; empty slots have weight 0.
+            With Poisson sampling from a population of N, pass `sampling_probability * N`, and a
+            placement that is large enough for every cohort; empty slots have weight 0.
         quantile: gamma, between 0 and 1. Default None: keep C. The paper uses 0.5.
         learning_rate: eta, at least 0.
         count_stddev: s, above `noise_multiplier / 2`. Default None: m / 20, as in the paper.
@@ -92,12 +91,11 @@ def private_mean(
         An aggregator with state `PrivateMeanState`. Participants of a weight above 0 are present,
         with equal weights. Sums and noise are float32, and the result has the dtype of the updates,
         float32 for integers. An update whose norm is infinite or NaN counts as 0. The noise is the
-        same on every mesh. Methods give an aggregator only the parameters that the client optimizer
-        moves: those under `optax.set_to_zero` get no noise. If all participants are absent, the
-        noise moves the model. Metrics: `"max_norm"`, C, `"noise_stddev"`, the standard deviation of
-        each coordinate of the mean, and with noise `"epsilon"`, spent by this round and all rounds
-        before it (`accountant.epsilon`), without amplification by sampling, which `privacy_spent`
-        counts.
+        same on every mesh. Parameters under `optax.set_to_zero` get none: methods leave them out.
+        If all participants are absent, the noise moves the model. Metrics: `"max_norm"`, C,
+        `"noise_stddev"`, the standard deviation of each coordinate of the mean, and with noise
+        `"epsilon"`, spent so far (`accountant.epsilon`), without amplification by sampling, which
+        `privacy_spent` counts.
 
     Raises:
         TypeError: an argument is not a number, or `seed` is not an int.

@@ -92,9 +92,9 @@ def private_secure_mean(
         An aggregator with state `PrivateSecureMeanState`. Participants of a weight above 0 are
         present, with equal weights. An update whose norm is infinite or NaN counts as 0. The result
         has the dtype of the updates, float32 for integers. Metrics: `"noise_stddev"`, the standard
-        deviation of each coordinate of the mean, `"num_present"`, and `"epsilon"`, spent by this
-        round and all rounds before it (`accountant.epsilon`). It holds for the model, not for other
-        metrics. Methods that sum more have none (see `private_mean`).
+        deviation of each coordinate of the mean, `"num_present"`, and `"epsilon"`, spent so far
+        (`accountant.epsilon`). It holds for the model, not for other metrics. Methods that sum more
+        have none (see `private_mean`).
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -50,14 +50,12 @@ def secure_mean(
 
     Pairs of participants share masks of opposite signs. A participant of weight 0 drops out after
     the masks are agreed on: the server then recomputes its neighbours' masks, and the self masks of
-    the m present participants. The integer sum is exact for any dropouts, so the only error is the
-    quantization, at most s / 2.
+    the m present participants. The only error is the quantization, at most s / 2.
 
-    In one program, such as `jax.jit(round)`, this simulates cost, quantization and dropouts of the
-    protocol, without key agreement or secret sharing: masks from a known seed give no security. A
-    participant generates one pseudo-random vector per neighbour, each as large as the update, and
-    the server the same number: 2 n^2 per round without `num_neighbors`. With a `chunk_size`, memory
-    is flat in the number of participants.
+    In one program, such as `jax.jit(round)`, this simulates cost, quantization and dropouts,
+    without key agreement or secret sharing: masks from a known seed give no security. A participant
+    generates one pseudo-random vector of the update's size per neighbour, and the server as many: 2
+    n^2 per round without `num_neighbors`. With a `chunk_size`, memory is flat in n.
 
     In stages (`fedpax.stages`), participants send the integers k_i, and the engine masks them with
     keys that participants agree on: Flower with `secure=true`, and sites with `--secure_sums`.
@@ -67,17 +65,15 @@ def secure_mean(
         max_value: r, above 0. Entries are clipped to [-r, r].
         bits: bits per entry before masking, 2 to 24. The sum of n participants needs
             `n (2^(bits - 1) - 1) < 2^31`.
-        num_neighbors: number of participants that each participant shares masks with, an even
-            number. They are its neighbours on a random ring, new in each round. Default None: all
-            other participants.
+        num_neighbors: number of participants that each one shares masks with, an even number: its
+            neighbours on a random ring, new in each round. Default None: all others.
         seed: int, seed of the masks. The result does not depend on it.
 
     Returns:
         An aggregator with state `SecureMeanState`. All participants of a weight above 0 are
         present, with equal weights. A NaN entry is sent as 0. The result has the dtype of the
-        updates, float32 for integers; 0 if no participant is present. Metrics:
-        `"clipped_entry_fraction"`, the fraction of present participants' entries outside [-r, r],
-        and `"num_present"`, their number.
+        updates, float32 for integers; 0 if no participant is present. Metrics: `"num_present"`,
+        their number, and `"clipped_entry_fraction"`, the fraction of their entries outside [-r, r].
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -43,10 +43,9 @@ def load(
     r"""Open a split of a data set, or files as clients.
 
     Files are sorted by client; a client's examples keep their order. Nothing in a file is executed.
-    Needs the extra `files`: `pip install "fedpax[files]"`.
 
     A data set of TFDS is prepared first if necessary, by one process while others wait. An
-    interrupted preparation leaves nothing that is read. TensorFlow is not imported.
+    interrupted preparation leaves nothing that is read.
 
     Args:
         name: one of
@@ -72,26 +71,25 @@ def load(
             `"train[:90%]"`. For files the text of `{split}`, or `"train"` and `"heldout"` for the
             parts that `heldout_fraction` makes. Default None: all files.
         client: the column of files that names an example's client. Default None: `{client}` in the
-            path; else each of several files is a client, named after the file in the column
-            `"client"`; else one file has no clients.
+            path; else each of several files is a client, by its name in the column `"client"`; one
+            file has none.
         label: the column of files with the label.
-        partition: clients for files that have none: `"iid:100"`, `"dirichlet:0.3:100"`,
-            `"shards:2:100"` or `"quantity:0.5:100"`: the `partition_...` function, its parameter
-            and the number of clients.
+        partition: clients for files that have none, as the `partition_...` function, its parameter
+            and the number of clients: `"iid:100"`, `"dirichlet:0.3:100"`, `"shards:2:100"` or
+            `"quantity:0.5:100"`.
         columns: the columns of files to read. Default: all.
-        optional_columns: columns that some of the files lack; their values are missing there.
-            Default (): all files have the same columns.
-        types: types of Arrow for columns of files, such as `{"zip": "string"}`. Default: the types
-            that pyarrow finds.
+        optional_columns: columns that some files may lack; their values are missing there.
+        types: types of Arrow for columns of files, such as `{"zip": "string"}`. Default: pyarrow's
+            choice.
         delimiter: the character between columns of CSV. Default None: a comma, in TSV a tab.
         decimal_point: `","` for numbers such as 1,5 in CSV. Default None: a point.
-        image_size: the height and width to which image files and columns of image bytes are
-            resized. Default None: all image files have one size, and bytes in tables stay bytes.
-        heldout_fraction: the share of the examples of files that the split `"heldout"` has and
-            `"train"` has not, chosen by a hash of the example's content: the same on every machine.
-            With images, the content is the bytes of the image files.
-        heldout_by: what is hashed: `"example"`, all its columns; `"client"`, to hold out whole
-            clients; or a column, such as `"text"`, whose equal values are on one side.
+        image_size: the height and width to resize image files and columns of image bytes to.
+            Default None: all image files have one size, and bytes in tables stay bytes.
+        heldout_fraction: the share of the examples of files in the split `"heldout"` and not in
+            `"train"`, chosen by a hash of the content (of images, the file's bytes): the same on
+            every machine.
+        heldout_by: what is hashed: `"example"`, all columns; `"client"`, to hold out whole clients;
+            or a column, such as `"text"`, whose equal values are on one side.
         data_dir: the folder of prepared data sets. Default None: the environment variable
             `TFDS_DATA_DIR`, or `~/tensorflow_datasets`; a whole split of an embedded data set is
             then made in memory, and nothing is written.
@@ -105,7 +103,7 @@ def load(
         ConnectionError: the data set must be downloaded and there is no network.
         RuntimeError: preparing fails for another reason.
         FileNotFoundError: no file matches.
-        ImportError: the extra `files` is missing.
+        ImportError: files need the extra: `pip install "fedpax[files]"`.
         OSError: the prepared files cannot be read.
 
     Example:
@@ -174,8 +172,8 @@ def prepare(
 ) -> "Prepared":
     r"""Sort files by client into a folder that `fedpax.data.load` opens without reading it.
 
-    The examples and their order are the same as of `load(files, client=...)`. Files may exceed the
-    memory. The folder appears at the end: after an interruption, prepare again.
+    Examples and order are those of `load(files, client=...)`. Files may exceed the memory. The
+    folder appears at the end: after an interruption, prepare again.
 
     Args:
         files: as for `load`.

@@ -57,9 +57,9 @@ def export_stages(
     """Write stages to a folder that `fedpax.deploy.runtime` runs with JAX and NumPy alone.
 
     The folder holds the client's function of each stage, the merge and the fold of terms, and the
-    server's parts as exports of JAX (`.jax`), and the client's also as StableHLO (`.stablehlo`).
-    `manifest.json` lists messages, files with their sha256, versions, and the last
-    day of use. The same program gives the same files.
+    server's parts as exports of JAX (`.jax`), the client's also as StableHLO (`.stablehlo`).
+    `manifest.json` lists messages, files with their sha256, versions, and the last day of use. The
+    same program gives the same files.
 
     Args:
         stages: the stages, as `fedpax.stages` makes them.
@@ -111,7 +111,7 @@ def pack_stages(
     """Export stages as `export_stages` does, in memory: return the arguments of `Artifact`.
 
     `portable` adds the client as portable StableHLO, and `functions` further functions by name,
-    each with the types of its arguments, which `Artifact.function` returns.
+    each with the types of its arguments.
     """
     if importlib.util.find_spec("flatbuffers") is None:
         raise MissingPackageError(

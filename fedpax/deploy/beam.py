@@ -46,9 +46,9 @@ def run_beam(
     """Run rounds of a program on Apache Beam, in one pipeline.
 
     The server's results take the place of its arguments in the next round, as in
-    `round(state, cohort) -> (state, metrics)`. States that participants keep stay in the pipeline:
-    a row of a client store with its client, other states with the participant of their number. All
-    participants answer, or the pipeline fails.
+    `round(state, cohort) -> (state, metrics)`. States of participants stay in the pipeline: a row
+    of a client store with its client, others with the participant of their number. All answer, or
+    the pipeline fails.
 
     Args:
         program: a function decorated with `fedpax.program`, such as the `round` of an algorithm.
@@ -60,8 +60,8 @@ def run_beam(
         first_round: number of the first round, for jobs that continue others.
         flags: flags of the pipeline, such as `["--runner=FlinkRunner", ...]`. Default: Beam's
             FnApiRunner in this process.
-        folder: a folder that this process and all workers reach, such as one in a bucket. Default
-            None: `--temp_location`, or a temporary folder for runners on this machine.
+        folder: a folder that all workers reach, such as one in a bucket. Default None:
+            `--temp_location`, or a temporary folder for runners on this machine.
         block_size: number of clients whose data a worker reads at once. Default None: as many as
             have 32 MB, at most 64.
 
@@ -155,8 +155,6 @@ def _folder(folder: str | None, options: PipelineOptions) -> str | None:
 
 
 class _Job:
-    """Builds the pipeline of a job."""
-
     def __init__(
         self,
         pipeline: Any,
@@ -215,7 +213,6 @@ class _Job:
     def _round(
         self, number: int, arguments: Any, states: Mapping[int, Any]
     ) -> tuple[Any, dict[int, Any]]:
-        """Add a round; return its results and the states after it."""
         label = f"{number}: "
         members = (
             self.pipeline

@@ -86,8 +86,6 @@ def run_local(
 
 
 class _Participants:
-    """Participants in this process."""
-
     def __init__(self, stages: Stages, own: Mapping[int, Mapping[str, Any]]) -> None:
         self._stages, self._own = stages, own
         self._kept: dict[int, dict[str, Any]] = {i: {} for i in own}
@@ -112,8 +110,6 @@ class _Participants:
 def _run(
     stages: Stages, args: Sequence[Any], participants: "_Participants | ParticipantProcesses"
 ) -> tuple[Any, dict[int, dict[str, Any]]]:
-    """Return the result, and what each participant keeps."""
-
     def answer(request: Request) -> tuple[Sequence[Any], list[jax.Array], list[int]]:
         answers = participants.answers(request)
         if not answers:
@@ -182,7 +178,6 @@ class ParticipantProcesses(AbstractContextManager["ParticipantProcesses"]):
         return iter((i, replies[i]) for i in self.participants)
 
     def __exit__(self, *error: Any) -> None:
-        """End the processes."""
         self._stack.close()
 
 
@@ -254,8 +249,7 @@ def run_out_of_core(
 ) -> list[Any]:
     """Run rounds of a program, with the data of one chunk of participants read at a time.
 
-    It is `fedpax.out_of_core(program, chunk_size)` in a loop: at most two chunks of data are in
-    memory.
+    It is `fedpax.out_of_core(program, chunk_size)` in a loop.
 
     Args:
         program: a function decorated with `fedpax.program`, such as the `round` of an algorithm.
@@ -319,8 +313,6 @@ def _data(clients: Clients, number: int, chunk_size: int) -> Any:
 
 
 class _RoundLeaf:
-    """One leaf of the data of a round."""
-
     def __init__(
         self,
         read: Callable[[int, int], list[NDArray[Any]]],

@@ -313,7 +313,6 @@ class StageBuilder:
                     yield f"{'sum' if is_weight else operation} of {name}"
 
     def _slice(self, v: Var) -> jax.ShapeDtypeStruct:
-        """Return the type of one participant's slice of a placed value."""
         aval = aval_of(v)
         axis = self.plan.axis[v] if self.plan.is_stored(v) else 0
         shape = tuple(size for i, size in enumerate(aval.shape) if i != axis)

@@ -34,13 +34,12 @@ def out_of_core(
 
     Results are equal; sums are accumulated chunk by chunk.
 
-    - Placed arguments stay on the host, as NumPy arrays or as any object that can be sliced like
-      one, for example a memory-mapped file.
-    - The next chunk of participants is copied while one is computed: at most two are on the
-      devices at a time.
+    - Placed arguments stay on the host, as NumPy arrays or objects that can be sliced like one,
+      such as a memory-mapped file.
+    - The next chunk is copied while one is computed: at most two are on the devices.
     - Results of shape `[n, ...]` are returned as NumPy arrays.
-    - A value that the server computes from all participants at once, for example a sort along the
-      placement's axis, is on the devices as a whole. `fedpax.explain` lists these values.
+    - A value that the server computes from all participants at once, such as a sort along their
+      axis, is on the devices as a whole. `fedpax.explain` lists these values.
     - Each part is compiled once for each set of argument shapes.
     - On a mesh, a chunk is sharded over the placement's axis.
 
@@ -48,8 +47,8 @@ def out_of_core(
         program: a function decorated with `fedpax.program` that has maps of one placement at its
             top level; or a function that calls such programs, for example a gradient. Bind static
             arguments first, with `functools.partial`.
-        chunk_size: number of participants on all devices together at a time; the `chunk_size` of
-            `fedpax.program` is the number that one device runs at a time.
+        chunk_size: number of participants on all devices together; that of `fedpax.program` is for
+            one device.
 
     Returns:
         A function with the arguments and results of `program`. It cannot be transformed by
@@ -139,7 +138,6 @@ def _whole(value: Any) -> Any:
 
 
 def _aval(leaf: Any) -> Any:
-    """Return the type that a leaf has once it is on the devices."""
     if isinstance(leaf, jax.Array) or not hasattr(leaf, "shape"):
         return jax.typeof(leaf)
     return jax.core.ShapedArray(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))

@@ -171,7 +171,6 @@ class PlacedValues:
         return batch[0] if one_index and is_permutation and removed else None
 
     def _enter(self, eqn: JaxprEqn, bodies: Sequence[Body], axes: Axes) -> Use:
-        """Analyse the jaxprs of a loop or a conditional."""
         operands = self.plan.operands(eqn)
         fixed = [isinstance(v, Literal) or v in self.fixed for v in operands]
         shift = [0] * len(operands)

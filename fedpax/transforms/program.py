@@ -78,8 +78,8 @@ class Program(Protocol[Arguments, Result]):
         """Return the same program with other settings.
 
         Args:
-            **options: keywords of `fedpax.program`. The name of a placement sets its size; any
-                other name adds a placement.
+            **options: keywords of `fedpax.program`. Names of placements set their sizes, or add
+                placements.
 
         Example:
             >>> import jax.numpy as jnp
@@ -106,12 +106,12 @@ def program(
 
     The decorated function takes and returns pytrees of arrays. It can be jitted, differentiated,
     batched, and called in other programs. A mesh axis with the name of a placement shards the
-    participants. Without one, each device computes all participants: `fedpax.explain` states the
-    axis of each placement, and a similar name, such as `client`, gives a UserWarning.
+    participants (a similar name, such as `client`, gives a UserWarning). Without one, each device
+    computes all: `fedpax.explain` states the axes.
 
     Args:
         unparenthesized: not an option; it detects `@fedpax.program` without parentheses.
-        placements: number of participants by placement name, in addition to the keywords.
+        placements: more placements, by name, as in `sizes`.
         chunk_size: number of participants that a device runs at once, for all maps of the program
             that do not set their own: a positive int, "auto" (see `federated_map`), or None: all.
         static_argnums: positions of arguments that are Python values and not arrays, as in
@@ -120,9 +120,9 @@ def program(
         **sizes: number of participants by placement name, for example `clients=1000`.
 
     Returns:
-        A decorator that returns a `Program`. Wrap it in `jax.jit` where its speed matters: without
-        it, every call traces the function again, because values that the function closes over can
-        change. The compiled code is cached in both cases.
+        A decorator that returns a `Program`. Without `jax.jit` around it, every call traces the
+        function again, because values that it closes over can change. The compiled code is cached
+        in both cases.
 
     Raises:
         RuntimeError: at the call: an argument was donated to an earlier call.
@@ -330,7 +330,6 @@ def _check_hashable(
 
 
 def _check_argument(function: str, leaf: Any, path: tuple, names: Sequence[str]) -> Any:
-    """Return a leaf of a program's arguments, or raise an error that names it."""
     position, key, *rest = path
     name = names[key.idx] if position.idx == 0 else str(key.key)
     declared = name.partition("[")[0]

@@ -306,32 +306,31 @@ def stages(
 ) -> Stages:
     """Divide a program into the parts of the server and of one participant.
 
-    The parts run where no process holds the values of all participants: one after another, as a
-    batch job, or on devices with their own data. A participant reads values of six kinds:
+    The parts run where no process holds the values of all participants: as a batch job, or on
+    devices with their own data. A participant reads values of six kinds:
 
     - shared: values of the server, the same for all.
     - rows: its row of a value that the server has for all participants, such as a random key.
     - own: arguments that only participants read, row by row: data, and states between rounds, also
       in a client store. They stay at the participant.
-    - known: arguments of which each participant has the same copy, such as the frozen model below
+    - known: arguments of which each participant has a copy, such as the frozen model below
       adapters. No message carries them.
     - noise: random numbers that it alone knows, drawn at each call for `private_secure_mean`. The
       noise of `private_mean` is the server's.
-    - kept: its new state, a result that replaces an own argument: the one at the same position
-      (`(state, cohort) -> (state, metrics)`), of the same structure and types.
+    - kept: its new state, a result that replaces the own argument at the same position, of the same
+      structure and types: `(state, cohort) -> (state, metrics)`.
 
-    A participant that does not answer is absent: sums, means, maxima and minima are over those that
-    answer, a mean is divided by the sum of their weights, or by their number, and rows that the
-    server reads have zeros in its place.
+    Sums, means, maxima and minima are over the participants that answer: a mean is divided by the
+    sum of their weights, or by their number. Rows that the server reads have zeros for the others.
 
     Args:
         program: a function decorated with `fedpax.program`, or a function that calls one, for
             example a gradient. Bind static arguments first, with `functools.partial`.
         *avals: its arguments: arrays, or `jax.ShapeDtypeStruct`s.
-        own: names of the arguments, or of pytrees of them, that participants own, as
-            `Stages.explain` prints them, such as `"cohort.batches"`. Default None: all arguments
-            with the participants' axis, except those that only the server reads.
-        known: names of the arguments, or of pytrees of them, of which each participant has a copy.
+        own: names of arguments, or of pytrees of them, that participants own, as `Stages.explain`
+            prints them, such as `"cohort.batches"`. Default None: all with the participants' axis,
+            except those that only the server reads.
+        known: names, in the same way, of arguments of which each participant has a copy.
 
     Raises:
         ValueError: the program cannot be divided: it has no map, or maps of several placements, or

@@ -106,8 +106,7 @@ def drive(*, unbiased: bool = True, block_size: int = BLOCK_SIZE) -> Codec:
     On average, the unbiased scale has the squared error (pi/2 - 1) ||x||^2, and a mean of n
     participants divides it by n. The other scale has (1 - 2/pi) ||x||^2, the smallest error of a
     single participant. This holds for a uniformly random rotation. The randomized Hadamard
-    transform comes close for blocks that are not dominated by a few entries, and is biased for two
-    entries.
+    transform comes close unless a few entries dominate a block, and is biased for two entries.
 
     Args:
         unbiased: which scale to send. Default True: the unbiased one, for many participants. With

@@ -53,33 +53,32 @@ def cohort_rounds(
 ) -> CohortRounds:
     """Make an endless stream of rounds, each with sampled clients of a population.
 
-    A client iterates over its examples `local_epochs` times, in a new random order each time. An
-    epoch's last batch may not be full. `balanced_order` orders the clients of a round.
+    Each local epoch has a new random order, and its last batch may not be full. `balanced_order`
+    orders the clients of a round.
 
     Args:
         examples: a source from `load` or a list of dicts, of which each round reads its cohort's
             records; a dict of arrays `[examples, ...]`; or a data frame or table of pandas, Polars
             or pyarrow.
         population: for each client the indices of its examples: a list, or a sequence that
-            generates them when indexed. A client without examples has no steps and weight 0.
+            generates them when indexed. A client without examples has weight 0.
         sampler: samples the clients of each round. If it samples fewer than `cohort_size`, other
             slots have index -1, 0 steps and weight 0.
         batch_size: examples per step and client.
         local_epochs: how often a client iterates over its examples in a round.
-        max_steps: the largest number of steps of a client in a round; longer clients are truncated.
-            Default None: the steps of the largest client, for which the whole population is read.
+        max_steps: the most steps of a client in a round; longer clients are truncated. Default
+            None: those of the largest client, for which the whole population is read.
         seed: the random seed of the examples' orders.
         num_devices: the size of the mesh's `clients` axis; it must divide the cohort. Only the
             order of a round's clients depends on it.
         chunk_size: the number of clients that a device runs at once, as in the algorithm.
-        preprocess: a function from the source's fields to the fields of a batch, which must be
-            arrays of numbers; all are `[examples, ...]`. Default: `image` to float32 in 0 to 1, and
-            `label` to int32. `dict` leaves all fields as they are. A field whose examples differ in
-            shape is an array `[examples]` of objects: pad it, and return a field `mask`, 0 at
-            padding.
-        pad_to: with "population", the batches of each round have `max_steps` steps. With "round", a
-            round whose longest client takes at most a 4th, 16th, ... of them has only this part,
-            for clients of very different sizes. `jax.jit` compiles each number of steps once.
+        preprocess: a function from the source's fields to a batch's, arrays of numbers; all are
+            `[examples, ...]`. Default: `image` to float32 in 0 to 1, and `label` to int32. `dict`
+            leaves all fields as they are. A field whose examples differ in shape is an array
+            `[examples]` of objects: pad it, and return a field `mask`, 0 at padding.
+        pad_to: with "population", each round has `max_steps` steps. With "round", for clients of
+            very different sizes, it has a 4th, 16th, ... of them if no client takes more. `jax.jit`
+            compiles each number of steps once.
 
     Returns:
         An iterator over `fedpax.Cohort` with all of its fields: `batches` is a dict of arrays
@@ -228,7 +227,6 @@ def _check_clients(population: Partition, sampler: ClientSampler, num_devices: i
 
 
 def _sampler_settings(sampler: ClientSampler) -> dict[str, int | str]:
-    """Return the settings of a sampler that determine its cohorts."""
     weights, available = sampler.weights, sampler.available
     settings: dict[str, int | str] = {
         "num_clients": sampler.num_clients,

@@ -46,8 +46,6 @@ which the system clears. With less padding, it costs less to write to used memor
 
 
 class _Located(NamedTuple):
-    """Where the examples of sampled clients are."""
-
     # The first example of each client, and the number of its examples, int64 `[sampled]`.
     first: NDArray[np.int64]
     sizes: NDArray[np.int64]
@@ -310,7 +308,6 @@ class CohortRounds:
         return sampled.astype(np.int64)
 
     def _check_shapes(self, batches: Arrays) -> None:
-        """Check that a round has the fields, shapes and dtypes of every other round."""
         size = batches[MASK].shape[1:3]
         expected = {n: ((*size, *x.shape[3:]), x.dtype) for n, x in self.shapes.batches.items()}
         actual = {name: (x.shape[1:], x.dtype) for name, x in batches.items()}

@@ -21,23 +21,21 @@ def balanced_order(
 ) -> Int64[np.ndarray, " clients"]:
     """Order clients so that devices with equal blocks of them finish at nearly the same time.
 
-    Clients are sorted by size and split into chunks of `chunk_size`, as a chunk takes as long as
-    its longest client. Each chunk, the largest first, goes to the device that has the least work so
-    far and still has room. All devices get the same number of clients, as a sharded axis requires,
-    each its largest first.
+    Clients are sorted by size and split into chunks, as a chunk takes as long as its longest
+    client. Each chunk, the largest first, goes to the device with room that has the least work so
+    far. All devices get the same number of clients, as a sharded axis requires, each its largest
+    first.
 
     Args:
         num_steps: integers `[clients]`, each client's local steps, or any other measure of its
             work.
-        num_devices: the number of devices that share the clients: the size of the mesh's `clients`
-            axis.
+        num_devices: the size of the mesh's `clients` axis.
         chunk_size: the number of clients that a device runs at once.
         homes: integers `[clients]`, the device that has a client's row of a `ClientStore`
             (`fedpax.clients.home_devices`); negative: any device. Clients then go to these devices;
             a device with too many passes some to the next one, around the ring. Clients away from
-            home are the last in the devices' blocks, those from the farthest home at the end. If
-            the last device would finish more than 2% later, `homes` has no effect. Default None:
-            rows do not matter.
+            home are the last of a block, the farthest at the end. If the last device would finish
+            more than 2% later, `homes` has no effect. Default None: rows do not matter.
 
     Returns:
         int64 `[clients]`: `order[k]` is the client at position k. Device d has the positions from
@@ -128,7 +126,6 @@ def _homes_first(
 def _longest_first(
     work: Float64[np.ndarray, " clients"], num_devices: int, chunk_size: int
 ) -> Int64[np.ndarray, " clients"]:
-    """Order clients by longest processing time first."""
     per_device = len(work) // num_devices
     chunk = min(chunk_size, max(per_device, 1))
     num_chunks, remainder = divmod(per_device, chunk)
@@ -169,8 +166,8 @@ def idle_fraction(num_steps: ArrayLike, num_devices: int = 1, *, chunk_size: int
         chunk_size: the number of clients that a device runs at once.
 
     Returns:
-        From 0 to 1: the steps spent waiting for a longer client of the chunk or for another device,
-        as a share of all steps until the last device finishes; 0 if no client has a step.
+        From 0 to 1: the steps spent waiting for a longer client of the chunk or another device, as
+        a share of all steps until the last device finishes; 0 without a step.
 
     Raises:
         ValueError: as in `balanced_order`.

@@ -44,7 +44,6 @@ class DocumentOrder:
         self._chunks: dict[int, list[int]] = {}  # the two that were computed last
 
     def __len__(self) -> int:
-        """Return the number of documents in an epoch."""
         return -(-(self._total - self._shard) // self._num_shards)
 
     def __getitem__(self, document: int) -> int:

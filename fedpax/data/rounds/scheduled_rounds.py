@@ -39,7 +39,6 @@ class ScheduledRounds:
         return fingerprint(self._cohorts)
 
     def __next__(self) -> Cohort:
-        """Return the cohort of the next round."""
         cohort = self._attach(next(self._cohorts), self._round)
         self._round += 1
         return cohort

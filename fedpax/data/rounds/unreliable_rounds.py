@@ -34,8 +34,6 @@ class RoundOutcome(NamedTuple):
 
 
 class _Failures(NamedTuple):
-    """When clients fail or are late; the arguments of `unreliable_rounds`."""
-
     dropout_probability: float
     seconds_per_step: Float64[np.ndarray, " population"]
     seconds_per_report: float
@@ -145,10 +143,10 @@ def unreliable_rounds(
 
         (num_steps_i * seconds_per_step_i + seconds_per_report) * exp(delay_spread * N(0, 1))
 
-    seconds, unless it drops out. The round takes the first `num_reports` reports that arrive until
-    the deadline. Every other client has `num_steps` 0, `num_examples` 0 and `client_ids` -1: it has
-    no weight, and its client state does not change. In a round without a report the mean update is
-    0. Over-selection is a cohort larger than `num_reports`.
+    seconds, unless it drops out. The round takes the first `num_reports` reports until the
+    deadline. Every other client has `num_steps` 0, `num_examples` 0 and `client_ids` -1: it has no
+    weight, and its state does not change. In a round without a report the mean update is 0.
+    Over-selection is a cohort larger than `num_reports`.
 
     Args:
         rounds: the result of `cohort_rounds`.

@@ -50,8 +50,8 @@ class TableFeatures:
 
         Values of an absent column are missing. A missing value has its own feature if training
         clients missed values of the column. Else it is filled: a number by the mean, a boolean by
-        false, and a category by 0 in all of its features. The log tells how many values are filled,
-        and how many are beyond a stated range, and clipped to it.
+        false, and a category by 0 in all of its features. The log counts values that are filled, or
+        clipped to a stated range.
 
         Raises:
             ValueError: a value is missing and its treatment is "error", or a number is too large.

@@ -52,9 +52,9 @@ def federated_moments(
 ) -> Moments:
     """Compute the mean and variance of columns as averages over clients.
 
-    A client computes, for each column, the averages over its examples of: 1 where a value is
-    present, the value x, and x^2. The aggregator combines them as the updates of a round, weighted
-    by numbers of examples; a private mean has equal weights. With a = sum_k n_k a_k / sum_k n_k:
+    A client averages, for each column, 1 where a value is present, the value x, and x^2. The
+    aggregator combines these as the updates of a round, weighted by numbers of examples; a private
+    mean has equal weights. With a = sum_k n_k a_k / sum_k n_k:
 
         mean = a(x) / a(1);  variance = a(x^2) / a(1) - mean^2.
 
@@ -66,14 +66,14 @@ def federated_moments(
         clients: the client of each example, from 0 to `num_clients` - 1.
         num_clients: number of clients.
         aggregator: combines the clients' averages. Default None: the weighted mean.
-        bounds: the least and largest value of each column. Values are clipped to them, and scaled
+        bounds: the least and largest value of each column, to which values are clipped, and scaled
             from them to -1 and 1. Aggregators that limit an update, such as private and secure
             means, need them. Default None: values of any size.
         limit: with `bounds`, `number of entries of an update -> largest absolute value of an
             entry`, such as `lambda n: max_norm / n**0.5`. The averages are scaled to it, so that
             the aggregator clips nothing. Default None: 1.
         least_deviation: with `bounds`, the least deviation of a column as a share of half its
-            range: noise can make it much too small, and standardized values then too large.
+            range: noise can make it much too small.
 
     Example:
         >>> values = np.array([[1.0], [3.0], [np.nan], [8.0]])
@@ -230,7 +230,6 @@ def averages_program(
 
 
 def _moments(combined: Averages) -> Moments:
-    """Return the moments that follow from the averages of all clients together."""
     host = jax.device_get(combined)
     present, first, second = (np.asarray(x, np.float64) for x in host)
     known = present > 0  # noise can make it negative

@@ -33,7 +33,6 @@ class EncodedTable(Source):
         self._columns, self._features, self._labels = columns, features, labels
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the features and the label of an example."""
         return {name: values[0] for name, values in self.take([index]).items()}
 
     def take(self, indices: ArrayLike) -> dict[str, NDArray[Any]]:

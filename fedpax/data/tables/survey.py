@@ -165,8 +165,6 @@ def _read_column(reading: Reading, name: str) -> pa.Table:
 
 
 class _Counts(NamedTuple):
-    """Counts of columns over all parts."""
-
     num_examples: int
     repeated: str
     missing: dict[str, int]
@@ -187,7 +185,6 @@ class _Counts(NamedTuple):
 
 
 def _count_columns(reading: Reading) -> _Counts:
-    """Count the missing and distinct values of each column, and the repeated examples."""
     schema = pa.schema([reading.schema.field(name) for name in visible(reading.schema.names)])
     examples, missing = 0, dict.fromkeys(schema.names, 0)
     ends: dict[str, list[pa.Array]] = {}
@@ -240,7 +237,6 @@ def hash_examples(table: pa.Table, client: str | None) -> list[UInt64[np.ndarray
 
 
 def _count_groups(reading: Reading, keys: list[str]) -> pa.Table:
-    """Count the examples of each client, or of each client and label."""
     schema = pa.schema([reading.schema.field(key) for key in keys])
     names = stored_schema(schema).names
     sql = f"SELECT {', '.join(names)}, count(*) AS n FROM examples GROUP BY {', '.join(names)}"

@@ -37,8 +37,8 @@ def server_app(program: str | Path | Experiment, **settings: Any) -> Any:
     """Make the `ServerApp` that trains a program on Flower's nodes.
 
     Args:
-        program: `program.json`, as `fedpax export --flower` writes it; or an experiment, which is
-            then exported at the first message, and kept in the folder of states.
+        program: `program.json`, from `fedpax export --flower`; or an experiment, which is exported
+            at the first message, into the folder of states.
         **settings: defaults of the settings of a run, which `flwr run --run-config` overrides:
 
             - rounds: number of rounds. Default: the experiment's number.
@@ -207,7 +207,6 @@ class FlowerNetwork:
 
 
 def _secure_sum(network: Any, protocol: str, setting: Any) -> SecureSum:
-    """Return the server's part of a protocol for secure sums."""
     from fedpax.deploy.nodes.node_sums import ServerSums
     from fedpax.deploy.nodes.round_server import POLL_SECONDS
 

@@ -296,7 +296,6 @@ class RoundServer:
         return merged, [jnp.stack(rows) for rows in zip(*shown, strict=True)]
 
     def _exchange(self, packets: Mapping[int, tuple[int, Packet]]) -> dict[int, Packet]:
-        """Send a packet to each participant; return the answers that came in time."""
         participant = {node: k for k, (node, _) in packets.items()}
         deadline = self.rules.deadline or None
         sent = self.network.push(dict(packets.values()), deadline)

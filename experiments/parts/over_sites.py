@@ -150,7 +150,10 @@ def fine_tuner(
 
     def fine_tune(params: Params) -> Params:
         cohorts = (draw(0, ids[k : k + cohort_size]) for k in range(0, len(ids), cohort_size))
-        parts = [(step(alone.init(params), c)[0].params, np.sum(c.num_examples)) for c in cohorts]
+        parts = [
+            (step(alone.init(params), c)[0].params, np.asarray(c.num_examples).sum())
+            for c in cohorts
+        ]
         models, examples = zip(*parts, strict=True)
         weights = np.maximum(examples, 1e-9)  # without examples the model stays
         return jax.tree.map(lambda *x: np.average(x, 0, weights).astype(x[0].dtype), *models)

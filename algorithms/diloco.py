@@ -45,7 +45,7 @@ def diloco(
 
         delta = mean_i (x - y_i);   v <- beta v + delta;   x <- x - eta (delta + beta v).
 
-    The inner optimizer's state stays on its island from round to round and is never averaged.
+    The inner optimizer's state stays on its island.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

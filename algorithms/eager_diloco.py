@@ -53,20 +53,20 @@ def eager_diloco(
     """Train as DiLoCo does, and hide the average of a round behind the inner steps of the next one.
 
     In round t, the islands average the outer gradients of round t - 1 while island i takes its H
-    inner steps from x_i to y_i. Its outer step uses its own outer gradient of round t and those of
-    the other M - 1 islands of round t - 1:
+    inner steps from x_i to y_i. Its outer step uses its own outer gradient of round t and all
+    others of round t - 1:
 
         Delta_i^t = x_i - y_i;
         x_i <- Outer_i(x_i, mean_j Delta_j^(t-1) + (Delta_i^t - Delta_i^(t-1)) / M).
 
-    Every outer gradient reaches all islands, so that with a linear outer optimizer, such as SGD
-    with Nesterov momentum, their models differ by less than one round's outer gradients. In the
-    first round the Delta_j of the previous one are 0. With one island this is `diloco`.
+    With a linear outer optimizer, such as SGD with Nesterov momentum, the islands' models differ by
+    less than one round's outer gradients. In the first round the Delta_j of the previous one are 0.
+    With one island this is `diloco`.
 
-    Also in a round in which every island is absent, the outer gradients of the round before and the
-    momentum move the models. Its metric `"loss"` is 0.
+    A round in which every island is absent moves the models too, by the last outer gradients and
+    the momentum. Its metric `"loss"` is 0.
 
-    `state.params` is the mean of the islands' models, computed when it is read or saved.
+    `state.params` is the mean of the islands' models, computed when it is read.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.

@@ -46,10 +46,9 @@ def easgd(
 
         d_i = x_i - c;   x_i <- x_i - alpha d_i;   c <- c + beta mean_i d_i.
 
-    Islands are never replaced by the center. This is the synchronous form, in which both updates
-    use the old values, with the period tau of the paper's asynchronous form. With tau = 1 the paper
-    takes gradient and elastic step at the same point; here the elastic step follows the local ones.
-    Momentum in the optimizer gives EAMSGD.
+    Both updates use the old values, as in the paper's synchronous form, with the period tau of its
+    asynchronous one. With tau = 1 the paper takes gradient and elastic step at the same point; here
+    the elastic step follows the local ones. Momentum in the optimizer gives EAMSGD.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.

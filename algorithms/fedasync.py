@@ -59,7 +59,7 @@ def fedasync(
     A round is one arrival. `fedpax.simulation.buffered_arrivals` with `buffer_size=1` computes the
     schedule.
 
-    Memory: `max_staleness + 1` versions of the model beside the model itself.
+    Memory: `max_staleness + 1` versions of the model beside the model.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
@@ -68,8 +68,8 @@ def fedasync(
         mixing: alpha, the share of a client's model without staleness, from 0 to 1.
         staleness_fn: the factor of `mixing` by staleness. Default None: `polynomial_staleness(0.5)`
             of `fedpax.algorithms`, which also has the paper's `hinge_staleness`.
-        proximal: rho; `rho / 2 |w - x_(t - s)|^2` is added to the client's loss. Default 0.0:
-            nothing, option I of the paper.
+        proximal: rho; `rho / 2 |w - x_(t - s)|^2` is added to the client's loss. 0.0 is option I of
+            the paper.
         update: "model", the default, or "difference".
 
     Returns:

@@ -46,10 +46,10 @@ def fednova(
         d_i = (x - y_i) / A_i;   g = (sum_i p_i A_i) (sum_i p_i d_i);   x <- x - g,
 
     with p_i = n_i / sum_j n_j. With SGD of learning rate eta, A_i = eta tau_i for tau_i local
-    steps. In general A_i is the paper's eta |a_i|_1, the sum of the weights with which the
-    optimizer accumulates gradients: the distance that tau_i of its steps move a scalar parameter,
-    from 0 along a gradient of 1. This is exact for optimizers that are linear in the gradients: SGD
-    with a schedule, momentum or weight decay. For Adam it is the sum of the learning rates.
+    steps. In general A_i is the paper's eta |a_i|_1, computed as the distance that tau_i steps move
+    a scalar parameter from 0 along a gradient of 1. This is exact for optimizers that are linear in
+    the gradients: SGD with a schedule, momentum or weight decay. For Adam it is the sum of the
+    learning rates.
 
     Args:
         loss_fn: f, `(params, batch) -> (loss, metrics)`.

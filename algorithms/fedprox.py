@@ -37,8 +37,7 @@ def fedprox(
 
         f_i(y) + mu / 2 |y - x|^2,
 
-    ending at y_i, an inexact minimizer after `cohort.num_steps` steps. The server averages by
-    weight: x <- x + mean_i (y_i - x).
+    ending at y_i, an inexact minimizer. The server averages by weight: x <- x + mean_i (y_i - x).
 
     Args:
         loss_fn: f, `(params, batch) -> (loss, metrics)`.

@@ -22,8 +22,8 @@ def local_sgd(
     Each island i takes H steps, one per batch, from the shared model x to y_i; then
     x <- mean_i y_i. H = 1 is synchronous mini-batch SGD.
 
-    It is `diloco` with SGD of learning rate 1 outside: the optimizer's state stays on its island
-    from round to round. This and the uniform mean distinguish local SGD from `fedavg`.
+    It is `diloco` with SGD of learning rate 1 outside. Unlike in `fedavg`, the optimizer's state
+    stays on its island, and the mean is uniform.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.

@@ -62,13 +62,13 @@ def noloco(
         Delta = ((y_i - phi_i) + (y_j - phi_j)) / 2;   phi = (phi_i + phi_j) / 2;
         delta_i <- beta delta_i + eta Delta - gamma (phi_i - phi);   phi_i <- phi_i + delta_i.
 
-    The gamma term pulls the models of a pair together, and their spread stays bounded. A round has
-    no all-reduce of a model: it communicates phi_i and y_i between partners, and the metrics.
+    The gamma term keeps the spread of the models bounded. A round has no all-reduce of a model: it
+    communicates phi_i and y_i between partners, and the metrics.
 
     The pairs are from the matchings of a round-robin tournament, all equally probable. With an odd
     number of islands, one has no partner.
 
-    `state.params` is the mean of all islands, computed when it is read or saved.
+    `state.params` is the mean of all islands, computed when it is read.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.

@@ -30,8 +30,7 @@ def merge(
 ) -> chex.ArrayTree:
     """Merge models into one: `theta = sum_j w_j theta_j / sum_j w_j`.
 
-    With equal weights this is the uniform soup, and with the posterior of domains
-    branch-train-merge's merge.
+    With equal weights this is the uniform soup.
 
     Args:
         models: a pytree of float arrays `[n, ...]`, such as `state.expert_params`.
@@ -73,8 +72,7 @@ def greedy_soup(
 ) -> tuple[chex.ArrayTree, list[int]]:
     """Average the models that improve the average, added from the best to the worst.
 
-    On the host: models, sorted by their own scores, join the soup if its score does not become
-    worse.
+    On the host. A model joins if the soup's score does not become worse.
 
     Args:
         models: a pytree of float arrays `[n, ...]`.
@@ -90,8 +88,7 @@ def greedy_soup(
         (2.125, [1, 2])
 
     Reference:
-        Wortsman et al., Model soups: averaging weights of multiple fine-tuned models improves
-        accuracy without increasing inference time, arXiv:2203.05482, recipe 1.
+        Wortsman et al., Model soups, arXiv:2203.05482, recipe 1.
     """
     count = jax.tree.leaves(models)[0].shape[0]
     alone = [score(jax.tree.map(lambda leaf, i=i: leaf[i], models)) for i in range(count)]

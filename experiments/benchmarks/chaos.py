@@ -60,7 +60,6 @@ class PacedStream:
         return cohort
 
     def keep_island(self, island: int) -> None:
-        """Read only the rows of one island."""
         if isinstance(self._stream, IslandStream):
             self._stream.keep_island(island)
 

@@ -25,8 +25,6 @@ between an island and the syncer is cut, or throttled."""
 
 
 class Failure(NamedTuple):
-    """A failure."""
-
     time: float
     kind: Kind
     island: int
@@ -48,16 +46,12 @@ def draw_failures(
 
 
 class Restart(NamedTuple):
-    """A process that was started again."""
-
     process: int
     time: float
     seconds: float
 
 
 class Outcome(NamedTuple):
-    """The result of a run of processes."""
-
     seconds: float  # from the moment at which all islands train until the syncer exits
     merges: list[tuple[float, float]]  # of each merge in that time, its second and inner steps
     repeated: int  # updates that were part of more than one merge
@@ -72,7 +66,6 @@ class Outcome(NamedTuple):
 
     @property
     def steps_per_second(self) -> float:
-        """Inner steps in merges per second, over all islands."""
         return sum(steps for _, steps in self.merges) / self.seconds
 
 
@@ -105,7 +98,6 @@ class Sites(contextlib.AbstractContextManager["Sites"]):
 
     @property
     def processes(self) -> list[int]:
-        """The syncer and the islands."""
         return [SYNCER, *range(len(self.networks))]
 
     def start(self, island: int, *more: str) -> None:
@@ -133,12 +125,10 @@ class Sites(contextlib.AbstractContextManager["Sites"]):
         return self.folder / ("syncer" if island == SYNCER else f"island-{island}")
 
     def signal(self, island: int, number: signal.Signals) -> None:
-        """Send a signal to a process, if it is running."""
         if self.status(island) is None:
             self._processes[island].send_signal(number)
 
     def kill(self, island: int) -> None:
-        """Kill a process with SIGKILL, and reap it."""
         self._processes[island].kill()
         self._processes[island].wait()
 
@@ -148,11 +138,9 @@ class Sites(contextlib.AbstractContextManager["Sites"]):
         self._processes[island].wait()
 
     def status(self, island: int) -> int | None:
-        """Return the exit status of a process; None while it is running."""
         return self._processes[island].poll()
 
     def rounds(self, island: int) -> int:
-        """Return the number of rounds that an island has trained."""
         return len(select(read_metrics(self.run_folder(island)), "training"))
 
     def progress(self, process: int) -> int:
@@ -170,7 +158,6 @@ class Sites(contextlib.AbstractContextManager["Sites"]):
         return sum(island["dropped"] for island in islands if island["name"] == name)
 
     def merges(self) -> list[dict[str, Any]]:
-        """Return the syncer's merges, as `merges.jsonl` lists them."""
         return read_merges(self.run_folder(SYNCER))
 
 

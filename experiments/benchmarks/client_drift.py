@@ -24,14 +24,11 @@ from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, optio
 
 
 class Quadratics(NamedTuple):
-    """The clients' losses."""
-
     hessians: Float[np.ndarray, "clients size size"]
     centers: Float[np.ndarray, "clients size"]
 
     @property
     def optimum(self) -> Float[np.ndarray, " size"]:
-        """The minimum of the clients' mean loss."""
         weighted = np.einsum("ijk,ik->j", self.hessians, self.centers)
         return np.linalg.solve(self.hessians.sum(0), weighted)
 

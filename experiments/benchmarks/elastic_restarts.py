@@ -108,7 +108,6 @@ class Job(contextlib.AbstractContextManager["Job"]):
         return max(ticks) / os.sysconf("SC_CLK_TCK")
 
     def act(self, event: str) -> None:
-        """Let an event happen to the last host."""
         last = self._supervisors[-1]
         if event in (KILLED, STOPPED):
             sent = signal.SIGKILL if event == KILLED else signal.SIGSTOP

@@ -167,7 +167,6 @@ class Gallery(Benchmark):
     )
 
     def measure(self) -> Iterator[Row]:
-        """Train each method on both problems, and count the cost of a round on digits."""
         problems = {name: make() for name, make in PROBLEMS.items()}
         batches = {name: problem.batches(self.rounds) for name, problem in problems.items()}
         for name in self.methods or NAMES:
@@ -196,7 +195,6 @@ class Gallery(Benchmark):
 
 
 def _costed(method: Method, batches: Arrays) -> Cohort:
-    """Make a cohort in which every participant takes all steps."""
     if method.events is None:
         return cohort_of(method, batches, 0)
     clients = method.events[0].get("clients", np.arange(PARTICIPANTS))

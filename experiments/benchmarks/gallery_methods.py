@@ -179,7 +179,6 @@ def _order(name: str, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]
 
 
 def _each(schedule: Any, **fields: Any) -> list[dict[str, Any]]:
-    """Divide arrays of all rounds."""
     everything = {"schedule": schedule, **fields}
     rounds = len(jax.tree.leaves(everything)[0])
     return [jax.tree.map(lambda leaf, r=r: leaf[r], everything) for r in range(rounds)]

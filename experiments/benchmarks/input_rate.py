@@ -56,12 +56,10 @@ class InputRate(Benchmark):
 
     @property
     def hosts(self) -> int:
-        """The hosts of the job."""
         return self.chips // self.chips_per_host
 
     @property
     def rows(self) -> int:
-        """The rows of a step of one host."""
         return max(1, self.batch_size // self.hosts)
 
     @property
@@ -117,7 +115,6 @@ class InputRate(Benchmark):
         )
 
     def _share(self, source: Any, tokenizer: Tokenizer) -> TokenRounds:
-        """Make the stream of one host: its rows of steps of the whole job."""
         rows = np.zeros((1, self.steps, self.batch_size), np.bool_)
         rows[..., : self.rows] = True
         return make_rounds(

@@ -68,7 +68,6 @@ class OtherFrameworks(Sizes):
 
     @property
     def pythons(self) -> dict[str, str]:
-        """The interpreters by library."""
         paths = {library: getattr(self, f"{library}_python") for library in METHODS["fedavg"]}
         return {library: path for library, path in paths.items() if path}
 

@@ -172,8 +172,6 @@ def _send(
 
 
 def _replies(experiment: Federation, clients: int, update: np.ndarray) -> dict[int, Any]:
-    """Return the arrays of each stage: the update where they have its size, else ones."""
-
     def reply(sizes: Sequence[int | None], dtype: Any) -> np.ndarray:
         shape = [1 if size is None else size for size in sizes]
         return update.reshape(shape) if np.prod(shape) == update.size else np.ones(shape, dtype)

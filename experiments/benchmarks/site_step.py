@@ -52,7 +52,6 @@ class SiteStep(Benchmark):
     )
 
     def measure(self) -> list[Row]:
-        """Run a syncer and an island in their own processes, and time the island's steps."""
         context = multiprocessing.get_context("spawn")
         with timing.new_folder() as folder:
             make_certificates(folder / "certificates", ["localhost", "site"])

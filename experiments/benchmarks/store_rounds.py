@@ -44,8 +44,6 @@ LocalTrain = Callable[[Params, Extra], Params]  # from a model, with a term of e
 
 
 class HandState(NamedTuple):
-    """The state of a hand-written round."""
-
     params: Params
     server: Any  # SCAFFOLD's control, FedDyn's drift
     rows: Params  # [rows, ...], sharded

@@ -34,7 +34,6 @@ def classifier(params: dict[str, np.ndarray]) -> Any:
         """A sequence of layers with the methods that pfl calls on a model."""
 
         def loss(self, image: Any, label: Any) -> Any:
-            """Compute the cross-entropy of a batch."""
             return torch.nn.functional.cross_entropy(self(image), label)
 
         def metrics(self, image: Any, label: Any) -> dict[str, Any]:
@@ -237,7 +236,6 @@ def run_flower(problem: Problem, result: str, method: str, workers: int) -> None
         return Message(content=RecordDict(content), reply_to=message)
 
     def after_round(round: int, arrays: Any) -> None:
-        """Save the result of the first round, answer, and wait for the next request."""
         if round == 1:
             network = classifier(params)
             network.load_state_dict(arrays.to_torch_state_dict())

@@ -91,7 +91,6 @@ def compile_both(
     )
 
     def batches(axes: int) -> Any:
-        """Return the batches' types with the last of the axes islands and steps."""
         sharding = NamedSharding(mesh, P(*[None] * axes, *rows))
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[2 - axes :], x.dtype, sharding=sharding), shapes
@@ -185,7 +184,6 @@ class TrainingStep(Timed):
         return [timing.on_devices(devices, self.compare_steps, subgroups=subgroups)]
 
     def compare_steps(self) -> Row:
-        """Compile both programs, compare them, and time interleaved calls."""
         devices = find_topology(self.topology).devices if self.topology else jax.devices()
         mesh = MeshConfig(**self.mesh).make(devices)
         sizes = {"batch_size": self.batch_size, "seq_len": self.seq_len, "steps": self.steps}

@@ -33,7 +33,6 @@ class UnreliableNetwork(contextlib.AbstractContextManager["UnreliableNetwork"]):
         self.delay, self.bytes_per_second = 0.0, None
 
     def close(self) -> None:
-        """Close the proxy and all connections."""
         self._closed = True
         _close(self._listener)
         self.cut()

@@ -45,7 +45,6 @@ class VirtualTime(Benchmark):
     )
 
     def measure(self) -> Iterator[Row]:
-        """Train with all methods on the same data and trace; yield a curve per method."""
         train = read_examples(load("digits", "train"))
         heldout = jax.tree.map(jnp.asarray, read_examples(load("digits", "test")))
         parts = partition_dirichlet(
@@ -76,8 +75,6 @@ class VirtualTime(Benchmark):
             seconds: Any,
             staleness: Any = None,
         ) -> Row:
-            """Run a method as one program."""
-
             def one_round(state: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
                 batches = jax.tree.map(lambda leaf: leaf[now[0]], data)
                 state, _ = algorithm.round(state, Cohort(batches, schedule=now[1]))

@@ -145,11 +145,9 @@ class _InOrder(NamedTuple):
 
     @property
     def shapes(self) -> Any:
-        """The types of the data of a round."""
         return self.clients.shapes
 
     def client_ids(self, round_number: int) -> NDArray[np.integer]:
-        """Return all clients."""
         return np.arange(self.clients.num_clients)
 
     def read_clients(self, round_number: int, client_ids: NDArray[np.integer]) -> Cohort:

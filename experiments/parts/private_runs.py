@@ -142,8 +142,8 @@ def _describe_amplification(experiment: PrivateRun, accountant: PrivacyAccountan
     """State the smaller epsilon of Poisson sampling in one program; nothing of other sampling.
 
     It holds if the output does not show who joined. `private_mean` adds its noise also to a round
-    that nobody joins. A mean with `min_participants` shows by an exact 0 that too few joined. Over
-    sites, each site knows `cohort.seed`, and so who joined.
+    that nobody joins; a mean with `min_participants` shows by an exact 0 that too few joined. Sites
+    know `cohort.seed`, and so who joined.
     """
     probability = experiment.cohort.sampling_probability
     is_private_mean = isinstance(experiment.aggregator, AggregatorConfig.of("private_mean"))

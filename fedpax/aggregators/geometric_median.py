@@ -32,9 +32,9 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
     The first point is such a mean around v = 0, the current model, with the weighted median of the
     norms instead of nu.
 
-    Participants with less than half of the total weight cannot move the result arbitrarily far: the
-    first point is within twice the largest norm of the other updates. If wrong updates have the
-    fraction p of the weight, an iteration reduces their error by a factor of about (1 - p) / p.
+    With less than half of the total weight wrong, the first point is within twice the largest norm
+    of the other updates. If wrong updates have the fraction p of the weight, an iteration reduces
+    their error by a factor of about (1 - p) / p.
 
     Each iteration is an all-reduce; every device receives all norms and weights once.
 
@@ -46,7 +46,7 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
     Returns:
         An aggregator without state and metrics. Weights multiply the distances of the sum. A
         participant is present if its weight is above 0, and the norm of its update is finite in
-        float32, as it is up to about 1.8e19. The median is computed in float32. The result has the
+        float32: up to about 1.8e19. The median is computed in float32. The result has the
         dtype of the updates, float32 for integers; 0 if no participant is present.
 
     Raises:

@@ -202,8 +202,6 @@ class _Files:
     def add(
         self, name: str, fn: Callable[..., Any], types: Sequence[Any], *, portable: bool = False
     ) -> None:
-        """Export a function."""
-
         def function(*args: Any) -> Any:  # its name is a part of the file
             return fn(*args)
 

@@ -131,7 +131,6 @@ class _BatchLoop:
                 self.progress.note(line)
 
     def train(self) -> TrainingResult:
-        """Train all rounds."""
         training, evaluation = self.training, None
         clients = functools.partial(open_cohorts, for_workers(self.experiment, self.folder))
         while self.done < training.rounds:

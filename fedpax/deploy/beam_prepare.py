@@ -185,7 +185,6 @@ class _Work(NamedTuple):
     place: _Place
 
     def build(self, numbers: Any) -> Any:
-        """Add the steps from groups of files to shards."""
         read = numbers | "read" >> beam.FlatMap(self._read).with_outputs("rows", "told")
         shards = read["rows"] | beam.GroupByKey() | "write shards" >> beam.Map(self._write)
         return (read["told"], shards) | beam.Flatten()

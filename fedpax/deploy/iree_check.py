@@ -35,7 +35,7 @@ def check_compiled(artifact: Artifact, stage: int, module: Path, command: str) -
     """Compare the results of a compiled stage with JAX's, for several numbers of steps.
 
     Floats are drawn from [0, 1), masks are mostly true, arrays of integers are 0 and 1, and an
-    integer scalar is the draw's number. A difference may be what a change of floats by 1e-6 makes.
+    integer scalar is the draw's number.
     """
     messages = artifact.manifest["stages"][stage]
     given = [_Value("index", "index", [], "int32")] + [

@@ -146,7 +146,6 @@ class ClientStage(NamedTuple):
         return [terms[i] for i in self.places], stored
 
     def _place(self, rows: Any, indices: np.ndarray, value: Value) -> Any:
-        """Place the rows of the participants that answered among zeros."""
         if len(indices) == self.size and np.array_equal(indices, np.arange(self.size)):
             return rows
         placed = jnp.zeros((self.size, *value.shape), value.dtype)

@@ -221,7 +221,6 @@ def _unique(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _missing(closed: ClosedJaxpr, outputs: Iterable[Atom], own: Container[Var]) -> set[int]:
-    """Return the positions of the arguments that the rewritten program would need."""
     _, arguments = needed(closed, outputs, own, with_effects=True)
     return {i for i, v in enumerate(closed.jaxpr.invars) if v in arguments}
 

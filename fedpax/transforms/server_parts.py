@@ -41,7 +41,6 @@ class ServerParts:
             yield from self._sources(operand)
 
     def _inputs(self, part: int) -> list[Var]:
-        """Return the values that a part needs and does not compute."""
         wanted: list[Atom] = [*self._on_demand(part)]
         for eqn in self.plan.server.get(part, ()):
             wanted += self.plan.operands(eqn)

@@ -242,7 +242,6 @@ class _ParticipantValues:
         self.rows: dict[Var, jax.Array] = {}
 
     def run(self, unstacked: Unstacked) -> None:
-        """Run an equation on the values of the participant."""
         operands = self.plan.operands(unstacked.eqn)
         primitive = unstacked.eqn.primitive
         table = self.slices

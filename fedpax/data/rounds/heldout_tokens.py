@@ -149,8 +149,8 @@ def heldout_token_batches(
 ) -> list[Batch]:
     """Pack a split of text into batches, in the source's order.
 
-    All batches have the same shape: the last one is completed with padding, whose mask is 0. To
-    average over the split, weight each batch by the sum of its mask.
+    The last batch is completed with padding, whose mask is 0. To average over the split, weight
+    each batch by the sum of its mask.
 
     Args:
         source: the documents: a source from `load`, a list of dicts, a dict of columns, or a data
@@ -158,7 +158,7 @@ def heldout_token_batches(
         batch_size: rows per batch.
         seq_len: tokens per row.
         max_tokens: use only this many tokens, in rows evenly spaced over the split. Default None:
-            use all rows.
+            all.
         field: the field with the text, a string or UTF-8 bytes; or a `Conversation`.
         tokenizer: the tokenizer.
 

@@ -23,7 +23,7 @@ class Mixture:
 
     Weights are shares of the tokens, and need not sum to 1. A weight is a number, or ascending
     points `(round, weight)`: linear between two points, constant outside. Two points at one round
-    are a jump in this round.
+    are a jump.
 
     Args:
         sources: the data sets by name, each as `token_rounds` takes it.

@@ -75,7 +75,6 @@ class UnreliableRounds:
         return self._rounds.fingerprint()
 
     def __next__(self) -> Cohort:
-        """Return the cohort of the next round; clients whose updates are lost have no steps."""
         round_number = int(self._rounds.get_state()["round"])
         cohort = next(self._rounds)
         ids = np.asarray(cohort.client_ids, np.int64)

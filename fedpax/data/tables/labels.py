@@ -135,8 +135,8 @@ def infer_label(
     """Return the label's task and classes.
 
     Where the task is not stated, text, booleans, and integers of at most 20 distinct values are
-    classes; the task for other numbers is regression. `fedpax.data.tables.federated_moments`
-    computes their mean and deviation: set them with `dataclasses.replace`.
+    classes; for other numbers it is regression: set their mean and deviation, from
+    `fedpax.data.tables.federated_moments`, with `dataclasses.replace`.
 
     Classes that are not stated are those of all clients, held-out ones too: each client discloses
     which it has.

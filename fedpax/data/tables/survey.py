@@ -146,7 +146,6 @@ def _with_partition(survey: Survey, rows: pa.Table, label: str | None, max_label
 
 
 def _class_label(survey: Survey, label: str | None, max_labels: int) -> str | None:
-    """Return the label, or None if its values are not classes."""
     if label is None:
         return None
     about = survey.summaries[survey.schema.names.index(label)]

@@ -162,7 +162,6 @@ class _Refusing:
         self.reason = reason
 
     def answer(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
-        """Return the refusal."""
         del packet, config
         return Packet({"refusal": self.reason})
 

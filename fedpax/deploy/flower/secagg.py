@@ -145,7 +145,6 @@ class _KeepMean:
     def aggregate_fit(
         self, number: int, results: Any, failures: Any
     ) -> tuple[None, dict[str, Any]]:
-        """Keep the mean."""
         self.mean = results[0][1].parameters
         return None, {}
 

@@ -88,8 +88,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        server = dataclasses.replace(self.server, b1=self.server.b1 or None)  # 0: its default
-        if not self.method.has_server_optimizer and server != ServerConfig():
+        if not self.method.has_server_optimizer and self.server != ServerConfig():
             raise ArgumentError(
                 f"server={self.server} has no effect: {type(self.method).__name__} takes no server "
                 "optimizer. Leave the fields of --server at their defaults."

@@ -170,6 +170,11 @@ class ServerConfig(CheckedConfig):
     b2: Decay = 0.99
     tau: Positive = 1e-3
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.b1 == 0 and self.optimizer in ("sgd", "adagrad"):  # one form of their default
+            object.__setattr__(self, "b1", None)
+
     def make(self) -> optax.GradientTransformation:
         """Make the optimizer."""
         given = {} if self.b1 is None else {"b1": self.b1}

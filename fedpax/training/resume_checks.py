@@ -172,7 +172,7 @@ def check_configuration(
 def _tell_other_span(former: Experiment, now: Experiment) -> None:
     """Tell that a run continues on a schedule of the learning rate with another span in steps."""
     before, span = _schedule_span(former), _schedule_span(now)
-    if before is None or span is None or before[:2] == span[:2]:
+    if before is None or span is None or before[1] == span[1]:
         return
     longer = span[1] > before[1]
     print_error(

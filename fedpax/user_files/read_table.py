@@ -122,7 +122,8 @@ def _type_of_values(kind: pa.DataType, values: pa.DataType) -> pa.DataType:
 
 def _cast_values(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     """Cast a column; Arrow itself casts the storage of arrays alone."""
-    if column.type == kind or not isinstance(kind, pa.FixedShapeTensorType):
+    tensor = pa.FixedShapeTensorType
+    if column.type == kind or not (isinstance(column.type, tensor) and isinstance(kind, tensor)):
         return column.cast(kind)
     chunks = [chunk.storage.cast(kind.storage_type) for chunk in column.chunks]
     return pa.chunked_array([pa.ExtensionArray.from_storage(kind, chunk) for chunk in chunks], kind)

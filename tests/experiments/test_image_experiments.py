@@ -12,6 +12,7 @@ import pytest
 from fedpax.experiments import fedavg_images as module
 from fedpax.models.classifiers import CNNConfig
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.run_files.configuration import from_json
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.settings.cohort_settings import NaturalPopulation, ServerConfig, resolve_clients_axis
 from fedpax.training.trainer import train
@@ -190,3 +191,10 @@ def test_server_optimizers_step_as_their_paper_defines():
         first = 1.0 if name == "adagrad" else 0.1
         del (others := dict(adaptive))["b1"]
         assert step(optimizer=name, **others) == pytest.approx(expected * first / 0.1), name
+
+
+def test_no_momentum_has_one_form_where_it_is_the_default(tmp_path):
+    former = {"class": "fedpax.settings.cohort_settings:ServerConfig", "b1": 0.0}  # config.json
+    for name, b1 in {"sgd": None, "adagrad": None, "adam": 0.0, "yogi": 0.0}.items():
+        server = from_json({**former, "optimizer": name}, tmp_path)
+        assert server == ServerConfig(optimizer=name, b1=0.0) and server.b1 == b1

@@ -235,7 +235,8 @@ def test_another_span_of_the_schedule_in_steps_is_told(
 ) -> None:
     base = pretrain_text()
     former_span = "now, and spanned 40 steps (10 rounds of 4): the learning rate continues on the"
-    cases: list[tuple[Literal["cosine", "constant"], int, int, str]] = [
+    cases: list[tuple[Literal["cosine", "constant", "linear"], int, int, str]] = [
+        ("linear", 10, 4, ""),  # another schedule of as many steps
         ("cosine", 20, 4, f"80 steps (20 rounds of 4) {former_span} longer schedule, and can rise"),
         ("cosine", 20, 1, f"20 steps (20 rounds of 1) {former_span} shorter schedule."),
         ("cosine", 10, 2, f"20 steps (10 rounds of 2) {former_span} shorter schedule."),
@@ -252,12 +253,14 @@ def test_another_span_of_the_schedule_in_steps_is_told(
             training=dataclasses.replace(training, rounds=rounds),
             data=dataclasses.replace(data, local_steps=local_steps),
         )
+        if schedule == "linear":
+            former = dataclasses.replace(former, optimizer=base.optimizer)
         folder = tmp_path / f"{schedule}{rounds}{local_steps}"
         folder.mkdir()
         write_configuration(folder, former, "pretrain_text")
         check_configuration(folder, former, "pretrain_text")
         assert not capsys.readouterr().err
-        allowed = ["training.rounds", "data.local_steps"]
+        allowed = ["training.rounds", "data.local_steps", "optimizer.schedule"]
         check_configuration(folder, now, "pretrain_text", allow_config_change=allowed)
         line = capsys.readouterr().err
         assert bool(line) == bool(told)

@@ -14,7 +14,7 @@ from fedpax.data import load, prepare
 from fedpax.data.tables import infer_label
 from fedpax.main import main
 from fedpax.user_files import arrow_numpy
-from fedpax.user_files.arrow_numpy import numpy_dtype
+from fedpax.user_files.arrow_numpy import array_to_arrow, numpy_dtype
 
 SIZE = 40
 NUMBERS = np.random.default_rng(0).integers(-(2**50), 2**50, SIZE)
@@ -256,6 +256,14 @@ def test_integers_of_arrays_that_a_float_does_not_hold(tmp_path: Path) -> None:
     np.savez(tmp_path / "b.npz", x=np.int64([[2**53 + 1, 1]]))
     with pytest.raises(ValueError, match="9007199254740993"):
         load(tmp_path / "*.npz").column("x")
+
+
+def test_a_file_can_have_no_array_of_a_column(tmp_path: Path) -> None:
+    arrays = array_to_arrow(np.ones((3, 2), np.float32))
+    pq.write_table(pa.table({"x": arrays}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": pa.nulls(2)}), tmp_path / "b.parquet")
+    x = load(tmp_path / "*.parquet").column("x")
+    assert x.shape == (5, 2) and x.mask.all(1).tolist() == [False] * 3 + [True] * 2
 
 
 def test_pixels_of_bytes_are_not_joined_with_pixels_of_floats(tmp_path: Path) -> None:

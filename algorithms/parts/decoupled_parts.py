@@ -68,8 +68,8 @@ def decoupled_diloco_parts(
         error_feedback: whether an island adds the codec's error to its next update of the fragment.
             Without a codec it has no effect.
         quorum: K, number of islands that must send a fragment before it is merged; islands of one
-            certificate count once.
-        grace_seconds: the most seconds that the syncer waits after the quorum.
+            certificate count once. Default 1.
+        grace_seconds: the most seconds that the syncer waits after the quorum. Default 0.0.
         max_steps_ahead: the most inner steps that an island takes after the last merge that it has
             received; then it waits. At least S, with which it waits for each merge. Default None:
             32 S.

@@ -139,13 +139,12 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
     """Find an experiment by the name that `--exp` takes.
 
     Args:
-        exp: a name from `EXPERIMENTS`, or `my_package.my_module:function` with a module that is
-            installed, on `PYTHONPATH` or below the current folder, or `path/to/file.py:function`,
-            or `group:name`. The group is one from `GROUPS`, or a function as before, which is
-            called.
+        exp: a name from `EXPERIMENTS`; `my_package.my_module:function`, of a module that is
+            installed, on `PYTHONPATH` or below the current folder; `path/to/file.py:function`; or
+            `group:name`, with a group from `GROUPS` or such a function.
 
     Returns:
-        The function, which makes the experiment when it is called.
+        The function that makes the experiment.
 
     Raises:
         UnknownExperimentError: there is no such function.
@@ -331,7 +330,6 @@ def folder_of_module(name: str) -> Path | None:
 
 
 def _files_below(folder: Path) -> dict[str, str]:
-    """Return the files of the imported modules below a folder; installed ones are left out."""
     imported = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""

@@ -31,9 +31,8 @@ from fedpax.training.experiment import Run
 class PersonalImages(FedAvgImages):
     """An image classifier trained by a method for personal models.
 
-    The metrics `personal_loss` and `personal_accuracy` measure the clients' own models, by
-    `own_model_means`. The held-out `loss` and `accuracy` measure the shared model. HypCluster
-    has no single shared model: all of them measure the clients' models.
+    `personal_loss` and `personal_accuracy` measure the clients' own models. The held-out `loss` and
+    `accuracy` measure the shared model, for HypCluster, which has several, the clients' models.
     """
 
     takes_clusters = True
@@ -108,7 +107,6 @@ class PersonalImages(FedAvgImages):
 
     @functools.cached_property
     def _own_examples(self) -> tuple[Cohort, Mapping[str, NDArray[Any]], NDArray[np.float64]]:
-        """A round of all clients, the held-out batches, and their weights by client and label."""
         population, labels = self.read_population()
         cohort = self._read_cohort(population)
         heldout = self.open_heldout(self.make_preprocess())()

@@ -1,7 +1,19 @@
 """The harness of the benchmarks: options, a table, JSON, a picture and a bar.
 
 A benchmark is a class of options, with the columns of a table and a method that yields its rows:
-`long_metrics` is a short one.
+
+    class Rounds(Timed):
+        clients: list[int] = option("64,1024", "numbers of clients", integers)
+        columns = "clients {clients:,} | median s {seconds:.3f} | a / b {ratio:.2f}"
+        bar = "a takes at most as long as b"
+
+        def measure(self) -> Iterator[Row]:
+            for clients in self.clients:
+                seconds = self.time(rounds(clients))
+                ratio = paired_ratio(*seconds.values())
+                yield Row(clients=clients, seconds=seconds["a"], ratio=ratio, met=ratio <= 1)
+
+    main = command(Rounds)
 """
 
 import abc
@@ -44,7 +56,7 @@ def option(
     """Make an option of a benchmark, with arguments of `ArgumentParser.add_argument`.
 
     `parse` (default: the default's type) parses its text, also a `default` that is one; `least` is
-    the smallest number; `known` returns the names that the option can list.
+    the smallest number, or of several; `known` returns the names that the option can list.
     """
     parse = parse or (str if default is None else type(default))
     value = parse(default) if isinstance(default, str) else default
@@ -110,6 +122,8 @@ class Benchmark(abc.ABC):
 
 
 class Timed(Benchmark):
+    """A benchmark that times interleaved calls."""
+
     repetitions: int = option(5, "timed calls of each; 0: compile only")
     clock: str = option(
         "wall", "wall-clock time, or CPU time of the process", choices=timing.CLOCKS
@@ -138,12 +152,16 @@ class Timed(Benchmark):
 
 
 class Command(NamedTuple):
+    """The command line of a benchmark."""
+
     benchmark: type[Benchmark]
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
+        """Run the benchmark; return the exit status."""
         return int(not all(vars(row).get("met", True) for row in self.run(argv)))
 
     def run(self, argv: Sequence[str] | None = None) -> list[Row]:
+        """Run the benchmark; return the rows."""
         benchmark, json_file, picture = self._parse(argv)
         rows: list[Row] = []
         columns = benchmark.columns

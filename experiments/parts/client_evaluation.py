@@ -139,8 +139,6 @@ def heldout_of_files(
 
 
 class _InOrder(NamedTuple):
-    """Clients of a round in the order of their numbers."""
-
     clients: CohortRounds
 
     @property
@@ -151,7 +149,6 @@ class _InOrder(NamedTuple):
         return np.arange(self.clients.num_clients)
 
     def read_clients(self, round_number: int, client_ids: NDArray[np.integer]) -> Cohort:
-        """Return the data of some clients."""
         return self.clients.read_clients(round_number, client_ids)
 
 

@@ -108,7 +108,6 @@ class _Place(NamedTuple):
     out: Path | None
 
     def run(self, flags: Sequence[str], count: int, build: Callable[[Any], Any]) -> list[bytes]:
-        """Run a pipeline from the numbers of the groups to outcomes; return their contents."""
         path = f"{self.messages}/{uuid.uuid4().hex}"
         options = pipeline_options("prepare_beam", flags)
         with beam.Pipeline(options=options) as pipeline:
@@ -135,7 +134,6 @@ class _Place(NamedTuple):
                 shutil.copyfileobj(source, to, 1 << 24)
 
     def finish(self, about: str) -> None:
-        """Make the folder readable."""
         with _open(f"{self.shards}/{PREPARED}", "wb") as file:
             file.write(about.encode())
         if self.out is not None:
@@ -144,7 +142,6 @@ class _Place(NamedTuple):
 
 @contextlib.contextmanager
 def _place(out: str | os.PathLike[str]) -> Iterator[_Place]:
-    """Make the folders of a job, whose messages are removed at the end."""
     if not is_url(os.fspath(out)):
         folder = new_folder(out)
         with draft_folder(folder) as draft:

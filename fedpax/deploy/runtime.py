@@ -106,7 +106,7 @@ class Artifact:
             `(merged terms, shown values [answers, ...], indices of the participants)`.
 
         Returns:
-            The server's results. What participants keep is not among them.
+            The server's results, without what participants keep.
 
         Raises:
             ArtifactError: an argument is missing, or a reply counts a participant that is unknown,
@@ -144,7 +144,7 @@ class Artifact:
 
         Args:
             part: number of the part, from 0 to `len(manifest["server"]) - 1`.
-            values: values of the server by number, with shown values of the stage before under the
+            values: values of the server by number, with those shown by the last stage under the
                 numbers in `manifest["server"][part - 1]["shown"]`.
             terms: the merged terms of the stage before; empty without one.
 
@@ -177,7 +177,6 @@ class Artifact:
             )
 
     def _place(self, stage: int, shown: Sequence[Any], participants: Sequence[int]) -> list[Any]:
-        """Place the rows of the participants that answered among zeros."""
         size, indices = self.manifest["placement"]["size"], np.asarray(participants, int)
         placed = []
         for i, value in enumerate(self.manifest["stages"][stage]["shown"]):
@@ -285,7 +284,6 @@ def program_hash(manifest: Mapping[str, Any]) -> str:
 
 
 def _checked(folder: Path, name: str, files: Mapping[str, str]) -> bytes:
-    """Return the content of a file; raise if its sha256 differs from the manifest's."""
     if Path(name).name != name or name not in files:
         raise ArtifactError(f"{folder / MANIFEST} lists no file {name!r}. Export again.")
     try:

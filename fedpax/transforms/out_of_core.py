@@ -198,7 +198,6 @@ class _ChunkedProgram:
         return np.moveaxis(value, 0, axis) if axis else value
 
     def _run_chunks(self, phase: int, values: dict[Var, Any]) -> tuple[dict[Var, Any], list]:
-        """Run the loop of a phase; return the stored values on the host, and the totals."""
         shared, placed = self.plan.loop_inputs(phase)
         servers = [_whole(values[v]) for v in shared]
         host_arrays = [_to_host(values[v]) for v in placed]

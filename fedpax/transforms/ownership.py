@@ -233,7 +233,6 @@ def _rewrite(
     results: Sequence[Atom],
     kept: Sequence[Var],
 ) -> ClosedJaxpr:
-    """Rewrite a program such that participants compute with what they own and receive."""
     eqns, _ = needed(closed, [*results, *kept], own, with_effects=True)
     readers: dict[Var, list[JaxprEqn]] = {}
     for eqn in eqns:
@@ -299,7 +298,6 @@ def _variables(eqn: JaxprEqn) -> list[Var]:
 
 
 def _forwarded(eqn: JaxprEqn) -> Iterator[tuple[int, Atom]]:
-    """Yield the results of a map that are its arguments, and these."""
     inner = eqn.params["jaxpr"].jaxpr
     for i, v in enumerate(inner.outvars):
         if v in inner.invars:

@@ -153,7 +153,6 @@ class PlacedValues:
         return _read(eqn, operands, axes)
 
     def _on_server(self, operands: Sequence[Var | Literal], needed: Axes) -> bool:
-        """Return whether an equation reads slices of what the server has collected already."""
         pairs = zip(operands, needed, strict=True)
         slices = [v for v, axis in pairs if axis is not None and self.axis_of(v) is None]
         return not self.collected.isdisjoint(_variables(slices))

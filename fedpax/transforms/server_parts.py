@@ -48,7 +48,6 @@ class ServerParts:
         return [v for v in sources if v not in self._computed(part)]
 
     def _results(self, part: int) -> list[Var]:
-        """Return the values of a part that other parts or loops need, or the program returns."""
         computed = self._computed(part)
         others = [p for p in range(self.number) if p != part]
         wanted = [v for p in others for v in self.inputs[p]]

@@ -175,7 +175,6 @@ def _check_memory(
     batch_size: int,
     local_epochs: int,
 ) -> None:
-    """Check that a round, and the next one, fit the memory of this machine."""
     num_bytes = sum(values.nbytes for values in example.values())
     share = 1.0  # of a round of the largest clients that takes memory: see `aligned_zeros`
     if sizes is not None:

@@ -56,21 +56,18 @@ class CohortRounds:
     """An endless iterator over the rounds of a population; made by `cohort_rounds`.
 
     Attributes:
-        max_steps: the largest number of steps of a client in a round: the batches' second axis.
-        pad_to: "population", or "round": a round can have a shorter second axis; see
-            `cohort_rounds`.
-        items_per_round: the average number of examples that a cohort trains on in a round, local
-            epochs included; estimated from at most 1,000 clients.
+        max_steps: the largest size of the batches' second axis.
+        pad_to: as for `cohort_rounds`.
+        items_per_round: the average number of examples in a round, local epochs included; estimated
+            from at most 1,000 clients.
         num_clients: the size of the population: `client_ids` are below it.
-        chunk_size: the number of clients that a device runs at once; only the order of a round's
-            clients depends on it.
+        chunk_size: as for `cohort_rounds`; only the order of a round's clients depends on it.
         item_unit: `"examples"`, the unit of `items_per_round`.
         shapes: a round's `Cohort` of `jax.ShapeDtypeStruct`.
-        settings: the settings that a stream must have to restore a state of this one. A list of
-            clients and the sampler's weights are identified by a checksum of all their entries;
-            arrays and lazily generated populations by their size and a checksum of at most 1,000
-            evenly spaced entries; data sets and functions by name. `num_devices` and `chunk_size`
-            are not among them.
+        settings: the settings that a stream must have to restore a state of this one, without
+            `num_devices` and `chunk_size`. A list of clients and the sampler's weights are
+            identified by a checksum; arrays and lazily generated populations by their size and a
+            checksum of at most 1,000 entries; data sets and functions by name.
     """
 
     item_unit = "examples"
@@ -158,8 +155,8 @@ class CohortRounds:
     ) -> Cohort:
         """Read some clients of a round alone: the same batches that the round has.
 
-        Of `client_ids`, integers `[n]`, -1 is an empty slot. `length` is the length of the axis of
-        steps, no less than any client's number of steps. Default None: `max_steps`.
+        Of `client_ids`, integers `[n]`, -1 is an empty slot. `length` is that of the axis of steps.
+        Default None: `max_steps`.
         """
         ids = np.asarray(client_ids, np.int64)
         steps = length or self.max_steps
@@ -283,7 +280,6 @@ class CohortRounds:
         return batches
 
     def _sample(self, round_number: int) -> NDArray[np.int64]:
-        """Sample the clients of a round, and check what a subclass of `ClientSampler` returns."""
         sampled = np.asarray(self._sampler.sample(round_number))
         cohort_size, num_clients = self._sampler.cohort_size, self._sampler.num_clients
         if (
@@ -344,7 +340,6 @@ def shorter_lengths(longest: int) -> list[int]:
 def _locate_examples(
     population: Partition, sampled: NDArray[np.int64], num_examples: int
 ) -> _Located:
-    """Locate the examples of sampled clients; contiguous ones without a list of their indices."""
     if isinstance(population, RaggedPartition):  # its indices have been checked
         first = population.starts[sampled]
         return _Located(first, population.starts[sampled + 1] - first, population.indices)

@@ -184,7 +184,6 @@ def idle_fraction(num_steps: ArrayLike, num_devices: int = 1, *, chunk_size: int
 def _busy(
     work: Float64[np.ndarray, " clients"], num_devices: int, chunk_size: int
 ) -> Float64[np.ndarray, " devices"]:
-    """Return each device's time for equal blocks of the clients."""
     blocks = work.reshape(num_devices, -1)
     busy = np.zeros(num_devices)
     for start in range(0, blocks.shape[1], chunk_size):

@@ -47,7 +47,6 @@ class DocumentOrder:
         return -(-(self._total - self._shard) // self._num_shards)
 
     def __getitem__(self, document: int) -> int:
-        """Return the index in the source of the n-th document, counted over all epochs."""
         chunk, place = divmod(document, _CHUNK)
         if chunk not in self._chunks:
             if len(self._chunks) == 2:

@@ -30,11 +30,9 @@ StreamSettings = Mapping[str, int | str]
 class FunctionRounds:
     """An endless stream whose cohorts are a function of the round's number.
 
-    The stream's state is the number of the next round.
-
     Args:
-        make_cohort: `round number -> Cohort` of NumPy arrays. Rounds count from 0. The function
-            depends on the number alone, and every cohort has the same structure, shapes and dtypes.
+        make_cohort: `round number -> Cohort` of NumPy arrays, from 0. It depends on the number
+            alone, and every cohort has the same structure, shapes and dtypes.
 
     Example:
         >>> def make_cohort(round_number):
@@ -261,7 +259,6 @@ class LocalRows:
         self.dtype = rows.dtype
 
     def __getitem__(self, index: Any) -> Num[np.ndarray, "..."]:
-        """Return a block of the global array, all of whose rows this process has."""
         index = index if isinstance(index, tuple) else (index,)
         places = self._places[index[:3]]
         if np.any(places < 0):

@@ -132,7 +132,6 @@ def _survey_folder(source: TableSource, max_labels: int) -> Survey:
 
 
 def _with_partition(survey: Survey, rows: pa.Table, label: str | None, max_labels: int) -> Survey:
-    """Add the clients of a partition, a column of the examples, and their labels."""
     clients = {CLIENT: rows.column(CLIENT)}
     survey = survey._replace(
         schema=survey.schema.append(rows.schema.field(CLIENT)),
@@ -156,7 +155,6 @@ def _class_label(survey: Survey, label: str | None, max_labels: int) -> str | No
 
 
 def _read_column(reading: Reading, name: str) -> pa.Table:
-    """Read one column of all parts, with the values of texts once."""
     parts = [table.select([name]) for table in reading.tables()]
     if is_text(reading.schema.field(name).type):
         parts = [pa.table({name: part.column(0).dictionary_encode()}) for part in parts]

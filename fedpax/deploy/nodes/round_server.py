@@ -168,7 +168,6 @@ class RoundServer:
         )
 
     def _ask(self, number: int) -> dict[int, int]:
-        """Return the node of each participant to ask, once enough are connected."""
         first, last_note = time.monotonic(), -math.inf
         while True:
             self.roster.refresh()
@@ -216,7 +215,6 @@ class RoundServer:
     def _attempt(
         self, position: ServerPosition, key: str, asked: Mapping[int, int]
     ) -> tuple[list[int], dict[str, Any] | None]:
-        """Return the participants that were counted, and the results if they are a quorum."""
         artifact = self.program.artifact
         noise = draw_noise(artifact.manifest.get("noise", ()))  # of this attempt alone
         answering: list[int] = list(asked)

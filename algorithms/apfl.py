@@ -201,5 +201,6 @@ def _personal_steps(
 
 
 def _mix(personal: Personal, w: Params) -> Params:
+    """Return the personal model: `alpha v + (1 - alpha) w`."""
     v, alpha = personal
     return jax.tree.map(lambda v, w: (alpha * v + (1 - alpha) * w).astype(w.dtype), v, w)

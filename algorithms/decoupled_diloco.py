@@ -188,6 +188,7 @@ def decoupled_diloco(
 
 
 def _rejoin(state: StreamingDiLoCoState, rejoins: Bool[Array, " islands"]) -> StreamingDiLoCoState:
+    """Give the outer model to the islands that return."""
     local_params = federated_map(
         lambda y, back: select(back, state.params, y), state.local_params, rejoins
     )

@@ -236,6 +236,7 @@ class _Schedule(NamedTuple):
     exchanges: list[_RegionEvents] | None
 
     def last(self) -> Int[Array, ""] | None:
+        """Return the last position; None without a schedule."""
         if self.position is None or self.exchanges is None:
             return None
         positions = [position for exchange in self.exchanges for position in exchange]
@@ -295,6 +296,7 @@ class _Servers(NamedTuple):
         own_regions: Int[Array, " islands"],
         combined: Combined,
     ) -> tuple[tuple[Region, ...], list[Float[Array, ""]], Combined]:
+        """Update the model of each region by the islands that arrive; count them."""
         updated: list[Region] = []
         counts: list[Float[Array, ""]] = []
         for r, region in enumerate(regions):
@@ -314,6 +316,7 @@ class _Servers(NamedTuple):
         regions: Sequence[Region],
         now: Sequence[_RegionEvents],
     ) -> tuple[Params, DelayedNesterovState, tuple[Region, ...]]:
+        """Send, apply and merge in the regions that `now` marks."""
         zeros = optax.tree.zeros_like(params)
         updates, arriving, merged = [], [], []
         for region, event in zip(regions, now, strict=True):

@@ -238,6 +238,7 @@ def _average_pairs(models: Params, islands: int, key: jax.Array) -> Params:
 
 
 def _average_rotated(models: Params, islands: int, key: jax.Array) -> Params:
+    """Average each model with the model c places further."""
     rotations = [tuple((i + c) % islands for i in range(islands)) for c in range(1, islands)]
     rotation = jax.random.randint(key, (), 0, len(rotations), jnp.int32)
     # In stages, the values of an island that does not answer are zeros, this one too.

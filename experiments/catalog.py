@@ -85,6 +85,7 @@ def _is_group_name(text: str) -> bool:
 
 
 def _check_group(exp: str, group: ExperimentGroup) -> None:
+    """Check that a group has experiments, and that their names can name folders."""
     from fedpax.training.experiment import Experiment
 
     if not isinstance(group.experiments, Mapping):
@@ -195,6 +196,7 @@ def _import_shipped(name: str) -> Callable[[], Any]:
 
 
 def _list_own_functions(module: ModuleType, functions: Mapping[str, Callable[..., Any]]) -> str:
+    """Return a sentence with up to ten public functions that a module defines."""
     public_names = [
         name
         for name, function in functions.items()
@@ -224,6 +226,7 @@ def _find_member(group: str, name: str) -> Callable[[], Experiment]:
 
 
 def _import_module(exp: str, module_name: str) -> ModuleType:
+    """Import a module that is installed, on PYTHONPATH or below the current folder."""
     importlib.invalidate_caches()  # the file can be new
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -330,6 +333,7 @@ def folder_of_module(name: str) -> Path | None:
 
 
 def _files_below(folder: Path) -> dict[str, str]:
+    """Return the files of the imported modules below a folder; installed ones are left out."""
     imported = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""

@@ -328,6 +328,7 @@ class FedAvgFiles(ClientExperiment):
 
     @functools.cached_property
     def _own_examples(self) -> OwnExamples:
+        """Held-out examples of all training clients, and a round if it makes the models."""
         with_batches = self.method.example().kept_models is None
         examples, population = self.read_clients()
         sampler = ClientSampler(len(population), 1, self.cohort.seed)

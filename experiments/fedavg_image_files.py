@@ -170,6 +170,7 @@ class FedAvgImageFiles(FedAvgFiles):
         return _with_channels(images, data.channels)
 
     def _infer_label(self, min_classes: int) -> Label:
+        """Return the stated classes, or the distinct labels of the examples."""
         name = self.data.label or "label"
         stated = " ".join(self.data.columns)
         values = self.opened.columns[name]

@@ -93,6 +93,7 @@ class FedAvgText(OverSites, ClientText):
 
     @functools.cached_property
     def _site_rows(self) -> tuple[Arrays, Partition]:
+        """The rows of a site's documents, and the indices of each client's rows."""
         training, field = self.read_training(), self.data.client_field
         by_default = field == ClientTextConfig.client_field
         of_one = by_default and len(training) > 0 and field not in training[0]
@@ -214,6 +215,7 @@ class FedAvgText(OverSites, ClientText):
         )
 
     def _fine_tune(self, rows: Arrays, population: Partition, params: Params) -> Params:
+        """Return the parameters after one more round of a site's clients alone."""
         alone = dataclasses.replace(self.sized(len(population)), server=ServerConfig())
         self._sharing_documents(alone)
         trainable = alone.trainable(MeshConfig(clients=1).make())

@@ -319,6 +319,7 @@ def stackoverflow_words(
 
 
 def _find(root: Path) -> Path:
+    """Return the archive's path, after a download if necessary."""
     manual = root / "downloads" / "manual" / ARCHIVE.filename
     if manual.exists():
         return manual

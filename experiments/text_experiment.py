@@ -222,6 +222,7 @@ class TextExperiment(LanguageModelExperiment):
         return self.training.rounds * self.data.local_steps
 
     def _batch_sharding(self, mesh: Mesh, batch_size: int) -> NamedSharding:
+        """Return the sharding of arrays [islands, steps, batch, sequence]."""
         island_axis = "islands" if "islands" in mesh.axis_names else None
         rows = partition_spec(("batch", "sequence"), mesh, shape=(batch_size, self.data.seq_len))
         return NamedSharding(mesh, PartitionSpec(island_axis, None, *rows))
@@ -257,6 +258,7 @@ class TextExperiment(LanguageModelExperiment):
         )
 
     def _make_trained_algorithm(self, trainable: Trainable) -> FederatedAlgorithm:
+        """Make the algorithm that trains the parameters, with the training loss."""
         loss = self.loss
         optimizer = self.optimizer.make(self._num_steps, trainable.logical_axes)
         training_loss = accumulate_gradients(

@@ -233,4 +233,5 @@ def _norm(x: Float[Array, ...], is_stacked: bool) -> Float[Array, ...]:
 
 
 def _direction(x: Float[Array, ...], norm: Float[Array, ...]) -> Float[Array, ...]:
+    """Return x / norm; 0 where the norm is 0."""
     return jnp.where(norm > 0, x / jnp.where(norm > 0, norm, 1.0), 0.0)

@@ -139,20 +139,26 @@ def heldout_of_files(
 
 
 class _InOrder(NamedTuple):
+    """Clients of a round in the order of their numbers."""
+
     clients: CohortRounds
 
     @property
     def shapes(self) -> Any:
+        """The types of the data of a round."""
         return self.clients.shapes
 
     def client_ids(self, round_number: int) -> NDArray[np.integer]:
         return np.arange(self.clients.num_clients)
 
     def read_clients(self, round_number: int, client_ids: NDArray[np.integer]) -> Cohort:
+        """Return the data of some clients."""
         return self.clients.read_clients(round_number, client_ids)
 
 
 def _with_label_moments(loss_fn: ModelLoss) -> ModelLoss:
+    """Add the means of the labels and of their squares to the metrics of a loss."""
+
     def with_moments(params: Params, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         loss, metrics = loss_fn(params, batch)
         label, mask = batch["label"], batch["mask"]
@@ -306,6 +312,7 @@ def _with_perplexity(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _perplexity(loss: float) -> float:
+    """Return the perplexity; inf if it exceeds the largest float."""
     try:
         return math.exp(loss)
     except OverflowError:

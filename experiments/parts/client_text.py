@@ -192,6 +192,7 @@ class ClientText(OnClientsMesh, LanguageModelExperiment):
         )
 
     def _evaluate_by_client(self, loss_fn: LossFn, tokenizer: Tokenizer) -> EvaluateClients:
+        """Read the held-out rows of each client, and make the evaluation by client."""
         data = self.data
         heldout = data.load(data.dataset, data.heldout_split)
         rows, population = self._pack(heldout, tokenizer)

@@ -83,6 +83,7 @@ class OwnExamples:
         return iter(self._kept)
 
     def _divide(self, multiple: int, model_bytes: int) -> Iterator[_Clients]:
+        """Group clients by the shortest lengths that hold their examples."""
         ids = np.arange(len(self._heldout))
         num_steps = self._rounds.num_steps(ids) if self._with_batches else np.zeros_like(ids)
         num_heldout = np.array([len(part) for part in self._heldout])

@@ -200,6 +200,7 @@ class TablesOverSites(FedAvgFiles):
     def _training_examples(
         self, names: Iterable[str]
     ) -> tuple[dict[str, Any], Int[np.ndarray, " examples"]]:
+        """Return columns of the training examples, and the client of each, from 0."""
         table, chosen = self.opened, self.opened.training
         _, owners = np.unique(table.owners[chosen], return_inverse=True)
         return {name: table.columns[name].filter(chosen) for name in names}, owners

@@ -143,6 +143,7 @@ def write_huggingface(
 
 
 def _add_entry(path: Path, name: str, value: str | int) -> None:
+    """Set an entry of a JSON file, which need not exist."""
     entries = read_json(path) if path.is_file() else {}
     text = json.dumps({**entries, name: value}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")

@@ -218,6 +218,7 @@ def _exchange(
 
 
 def _num_devices(placement: Placement) -> int:
+    """Return the number of devices along the placement's mesh axis, 1 without one."""
     axis = mesh_axis(placement)
     return 1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis]
 

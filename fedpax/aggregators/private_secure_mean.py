@@ -189,6 +189,7 @@ def private_secure_mean(
 
 
 def _least_present(n: int, min_participants: int | None) -> int:
+    """Return the least number of participants in a sum; n if none may drop out."""
     if min_participants is not None and min_participants > n:
         raise ArgumentError(
             f"private_secure_mean(): min_participants is {min_participants}, expected at most the "

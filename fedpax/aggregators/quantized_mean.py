@@ -287,5 +287,6 @@ def unpack(words: jax.Array, packing: Packing, shape: tuple[int, ...]) -> jax.Ar
 
 
 def _powers(packing: Packing, ndim: int) -> jax.Array:
+    """Return the powers of the base of a word's digits, along the axis after the words."""
     powers = jnp.array([packing.base**i for i in range(packing.entries_per_word)], jnp.uint32)
     return powers.reshape(-1, *[1] * (ndim - 2 - (packing.axis or 0)))

@@ -178,6 +178,7 @@ class _BatchLoop:
             return init_state(run, self.like, self.training.seed, initial)
 
     def _train_until(self, last: int, clients: Callable[[], Clients]) -> None:
+        """Run the job of the rounds up to the last one, and log them."""
         rounds = last - self.done
         self.progress.note(f"running rounds {self.done + 1} to {last} in one job")
         self.clock.enter("step")

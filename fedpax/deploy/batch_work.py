@@ -199,12 +199,14 @@ class BatchWork(NamedTuple):
 
     @property
     def _parts(self) -> list[int]:
+        """The part of the server before each stage."""
         wires = self.manifest["server"]
         return [part for part, wire in enumerate(wires) if wire["stage"] is not None]
 
     def _advance(
         self, part: int, values: Mapping[int, Any], terms: Sequence[Any]
     ) -> Iterator[tuple[str, bytes]]:
+        """Run parts of the server up to the next request, or to the end."""
         artifact, _ = _opened(self)
         wires = self.manifest["server"]
         while True:

@@ -155,6 +155,8 @@ def _folder(folder: str | None, options: PipelineOptions) -> str | None:
 
 
 class _Job:
+    """Builds the pipeline of a job."""
+
     def __init__(
         self,
         pipeline: Any,
@@ -213,6 +215,7 @@ class _Job:
     def _round(
         self, number: int, arguments: Any, states: Mapping[int, Any]
     ) -> tuple[Any, dict[int, Any]]:
+        """Add a round; return its results and the states after it."""
         label = f"{number}: "
         members = (
             self.pipeline
@@ -254,6 +257,7 @@ class _Job:
         return served["results"], after
 
     def _join(self, label: str, kind: int, members: Any, states: Any) -> tuple[Any, Any]:
+        """Give members their states; return them, and the states of all others."""
         join = self.step("join")
         keyed = members | f"{label}: key" >> beam.Map(lambda member: (member[kind], member))
         joined = (
@@ -279,6 +283,7 @@ def _do(path: str, noise_key: bytes, name: str, *args: Any) -> Any:
 
 @functools.lru_cache(maxsize=2)
 def _load_work(path: str) -> BatchWork:
+    """Load the work of a job once in a process."""
     work: BatchWork = beam.coders.CloudpickleCoder().decode(_read(path))
     return work
 
@@ -298,6 +303,8 @@ def _run_clients(
 def _outputs(
     function: Callable[..., Iterator[tuple[str, Any]]], *names: str, sides: Sequence[Any] = ()
 ) -> Any:
+    """Return a step that sends what a function yields to outputs by name."""
+
     def run(*args: Any) -> Iterator[Any]:
         return (beam.pvalue.TaggedOutput(name, value) for name, value in function(*args))
 

@@ -108,6 +108,7 @@ class _Place(NamedTuple):
     out: Path | None
 
     def run(self, flags: Sequence[str], count: int, build: Callable[[Any], Any]) -> list[bytes]:
+        """Run a pipeline from the numbers of the groups to outcomes; return their contents."""
         path = f"{self.messages}/{uuid.uuid4().hex}"
         options = pipeline_options("prepare_beam", flags)
         with beam.Pipeline(options=options) as pipeline:
@@ -142,6 +143,7 @@ class _Place(NamedTuple):
 
 @contextlib.contextmanager
 def _place(out: str | os.PathLike[str]) -> Iterator[_Place]:
+    """Make the folders of a job, whose messages are removed at the end."""
     if not is_url(os.fspath(out)):
         folder = new_folder(out)
         with draft_folder(folder) as draft:
@@ -182,6 +184,7 @@ class _Work(NamedTuple):
     place: _Place
 
     def build(self, numbers: Any) -> Any:
+        """Add the steps from groups of files to shards."""
         read = numbers | "read" >> beam.FlatMap(self._read).with_outputs("rows", "told")
         shards = read["rows"] | beam.GroupByKey() | "write shards" >> beam.Map(self._write)
         return (read["told"], shards) | beam.Flatten()

@@ -93,6 +93,7 @@ def _nudge(value: Any, random: np.random.Generator) -> Any:
 def _run(
     command: str, module: Path, values: Sequence[np.ndarray], types: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
+    """Run a module; return its results, which have the types of `types`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.bin"
         flags = ["--device=local-sync", f"--module={module}", "--function=main"]

@@ -110,6 +110,8 @@ class _Participants:
 def _run(
     stages: Stages, args: Sequence[Any], participants: "_Participants | ParticipantProcesses"
 ) -> tuple[Any, dict[int, dict[str, Any]]]:
+    """Return the result, and what each participant keeps."""
+
     def answer(request: Request) -> tuple[Sequence[Any], list[jax.Array], list[int]]:
         answers = participants.answers(request)
         if not answers:
@@ -313,6 +315,8 @@ def _data(clients: Clients, number: int, chunk_size: int) -> Any:
 
 
 class _RoundLeaf:
+    """One leaf of the data of a round."""
+
     def __init__(
         self,
         read: Callable[[int, int], list[NDArray[Any]]],

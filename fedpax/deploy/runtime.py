@@ -177,6 +177,7 @@ class Artifact:
             )
 
     def _place(self, stage: int, shown: Sequence[Any], participants: Sequence[int]) -> list[Any]:
+        """Place the rows of the participants that answered among zeros."""
         size, indices = self.manifest["placement"]["size"], np.asarray(participants, int)
         placed = []
         for i, value in enumerate(self.manifest["stages"][stage]["shown"]):
@@ -284,6 +285,7 @@ def program_hash(manifest: Mapping[str, Any]) -> str:
 
 
 def _checked(folder: Path, name: str, files: Mapping[str, str]) -> bytes:
+    """Return the content of a file; raise if its sha256 differs from the manifest's."""
     if Path(name).name != name or name not in files:
         raise ArtifactError(f"{folder / MANIFEST} lists no file {name!r}. Export again.")
     try:

@@ -146,6 +146,7 @@ class ClientStage(NamedTuple):
         return [terms[i] for i in self.places], stored
 
     def _place(self, rows: Any, indices: np.ndarray, value: Value) -> Any:
+        """Place the rows of the participants that answered among zeros."""
         if len(indices) == self.size and np.array_equal(indices, np.arange(self.size)):
             return rows
         placed = jnp.zeros((self.size, *value.shape), value.dtype)
@@ -312,6 +313,7 @@ class StageBuilder:
                     yield f"{'sum' if is_weight else operation} of {name}"
 
     def _slice(self, v: Var) -> jax.ShapeDtypeStruct:
+        """Return the type of one participant's slice of a placed value."""
         aval = aval_of(v)
         axis = self.plan.axis[v] if self.plan.is_stored(v) else 0
         shape = tuple(size for i, size in enumerate(aval.shape) if i != axis)

@@ -44,12 +44,14 @@ class CodedStage:
     def _send(
         self, index: Any, shared: Sequence[Any], rows: Sequence[Any], own: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the values that a participant sends, and what it keeps."""
         values, _, kept = self._sent.client(index, shared, rows, own)
         return values, kept
 
     def _terms(
         self, index: Any, shared: Sequence[Any], rows: Sequence[Any], values: Sequence[Any]
     ) -> tuple[Any, ...]:
+        """Return the terms of a participant from its values."""
         of_server, of_rows = iter(shared), iter(rows)
         unplaced = [next(of_server) for name in self._stage.unplaced if name is None]
         slices = [next(of_rows) for name in self._stage.slices if name is None]

@@ -307,6 +307,7 @@ class _ShownRows(_Rewrite):
         return self.filled[v]
 
     def _where_answered(self, x: jax.Array, axis: int, absent: jax.Array) -> jax.Array:
+        """Replace the rows of participants that do not answer."""
         if self.answered is None:
             placement = self.plan.placement
             everyone = broadcast(jnp.bool_(True), placement)
@@ -326,6 +327,7 @@ class _ShownRows(_Rewrite):
 
 
 def _reduces_rows(plan: StreamingPlan, eqn: JaxprEqn) -> bool:
+    """Return whether an equation reduces over rows that participants compute."""
     return id(eqn) in plan.candidates and any(map(plan.is_mapped, plan.operands(eqn)))
 
 

@@ -138,6 +138,7 @@ def _whole(value: Any) -> Any:
 
 
 def _aval(leaf: Any) -> Any:
+    """Return the type that a leaf has once it is on the devices."""
     if isinstance(leaf, jax.Array) or not hasattr(leaf, "shape"):
         return jax.typeof(leaf)
     return jax.core.ShapedArray(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -198,6 +199,7 @@ class _ChunkedProgram:
         return np.moveaxis(value, 0, axis) if axis else value
 
     def _run_chunks(self, phase: int, values: dict[Var, Any]) -> tuple[dict[Var, Any], list]:
+        """Run the loop of a phase; return the stored values on the host, and the totals."""
         shared, placed = self.plan.loop_inputs(phase)
         servers = [_whole(values[v]) for v in shared]
         host_arrays = [_to_host(values[v]) for v in placed]

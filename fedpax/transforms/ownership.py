@@ -221,6 +221,7 @@ def _unique(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _missing(closed: ClosedJaxpr, outputs: Iterable[Atom], own: Container[Var]) -> set[int]:
+    """Return the positions of the arguments that the rewritten program would need."""
     _, arguments = needed(closed, outputs, own, with_effects=True)
     return {i for i, v in enumerate(closed.jaxpr.invars) if v in arguments}
 
@@ -233,6 +234,7 @@ def _rewrite(
     results: Sequence[Atom],
     kept: Sequence[Var],
 ) -> ClosedJaxpr:
+    """Rewrite a program such that participants compute with what they own and receive."""
     eqns, _ = needed(closed, [*results, *kept], own, with_effects=True)
     readers: dict[Var, list[JaxprEqn]] = {}
     for eqn in eqns:
@@ -298,6 +300,7 @@ def _variables(eqn: JaxprEqn) -> list[Var]:
 
 
 def _forwarded(eqn: JaxprEqn) -> Iterator[tuple[int, Atom]]:
+    """Yield the results of a map that are its arguments, and these."""
     inner = eqn.params["jaxpr"].jaxpr
     for i, v in enumerate(inner.outvars):
         if v in inner.invars:

@@ -49,6 +49,8 @@ def plan_phases(
 
 
 class _PlanBuilder:
+    """Makes a plan, equation by equation, in the order of the jaxpr."""
+
     def __init__(
         self,
         jaxpr: Jaxpr,
@@ -105,6 +107,7 @@ class _PlanBuilder:
         self._others.append(eqn)
 
     def _unstack(self, eqn: JaxprEqn) -> Unstacked | None:
+        """Return an equation on the slices of one participant, or None if no loop computes it."""
         if is_map(eqn, self.plan.placement):
             return _federated(eqn, 0)
         if (
@@ -230,6 +233,7 @@ class _PlanBuilder:
             self._store(operand, f"the server reads it in {eqn.primitive.name!r}")
 
     def _store(self, v: Atom, reason: str) -> None:
+        """Record that a value is needed for all participants at once."""
         if isinstance(v, Literal) or v not in self.plan.mapped:
             return
         phase = self.plan.phase_of(v)
@@ -242,6 +246,7 @@ class _PlanBuilder:
 
 
 def _loop_phase(plan: StreamingPlan, unstacked: Unstacked) -> int:
+    """Return the first phase whose loop can run an equation."""
     operands = zip(plan.operands(unstacked.eqn), unstacked.axes.operands, strict=True)
     # A mapped value that is broadcast as a whole comes from the loop of an earlier phase.
     return max(

@@ -84,6 +84,7 @@ def _closures(values: PlacedValues, names: Names) -> Iterator[PlacedClosure]:
 
 
 def _readers(v: Var, maps: list[JaxprEqn]) -> Iterator[str]:
+    """Yield the names of the mapped functions that take a value."""
     for eqn in maps:
         if v in eqn.invars:
             yield result_names(eqn.params["jaxpr"])[0].partition("[")[0]

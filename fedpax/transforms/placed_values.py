@@ -153,6 +153,7 @@ class PlacedValues:
         return _read(eqn, operands, axes)
 
     def _on_server(self, operands: Sequence[Var | Literal], needed: Axes) -> bool:
+        """Return whether an equation reads slices of what the server has collected already."""
         pairs = zip(operands, needed, strict=True)
         slices = [v for v, axis in pairs if axis is not None and self.axis_of(v) is None]
         return not self.collected.isdisjoint(_variables(slices))
@@ -170,6 +171,7 @@ class PlacedValues:
         return batch[0] if one_index and is_permutation and removed else None
 
     def _enter(self, eqn: JaxprEqn, bodies: Sequence[Body], axes: Axes) -> Use:
+        """Analyse the jaxprs of a loop or a conditional."""
         operands = self.plan.operands(eqn)
         fixed = [isinstance(v, Literal) or v in self.fixed for v in operands]
         shift = [0] * len(operands)

@@ -330,6 +330,7 @@ def _check_hashable(
 
 
 def _check_argument(function: str, leaf: Any, path: tuple, names: Sequence[str]) -> Any:
+    """Return a leaf of a program's arguments, or raise an error that names it."""
     position, key, *rest = path
     name = names[key.idx] if position.idx == 0 else str(key.key)
     declared = name.partition("[")[0]

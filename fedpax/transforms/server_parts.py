@@ -41,6 +41,7 @@ class ServerParts:
             yield from self._sources(operand)
 
     def _inputs(self, part: int) -> list[Var]:
+        """Return the values that a part needs and does not compute."""
         wanted: list[Atom] = [*self._on_demand(part)]
         for eqn in self.plan.server.get(part, ()):
             wanted += self.plan.operands(eqn)
@@ -48,6 +49,7 @@ class ServerParts:
         return [v for v in sources if v not in self._computed(part)]
 
     def _results(self, part: int) -> list[Var]:
+        """Return the values of a part that other parts or loops need, or the program returns."""
         computed = self._computed(part)
         others = [p for p in range(self.number) if p != part]
         wanted = [v for p in others for v in self.inputs[p]]

@@ -242,6 +242,7 @@ class _ParticipantValues:
         self.rows: dict[Var, jax.Array] = {}
 
     def run(self, unstacked: Unstacked) -> None:
+        """Run an equation on the values of the participant."""
         operands = self.plan.operands(unstacked.eqn)
         primitive = unstacked.eqn.primitive
         table = self.slices
@@ -263,6 +264,7 @@ class _ParticipantValues:
                 table[v] = output
 
     def slice_of(self, v: Atom) -> Any:
+        """Return the slice of a value; an argument can be a `LazySlice`."""
         if isinstance(v, Literal):
             return v.val
         if v not in self.slices:
@@ -270,10 +272,12 @@ class _ParticipantValues:
         return self.slices[v]
 
     def array_of(self, v: Atom) -> jax.Array:
+        """Return the slice of a value as an array, also if a map returns a number."""
         value: Any = materialize(self.slice_of(v))
         return value if isinstance(value, jax.Array) else jnp.asarray(value, aval_of(v).dtype)
 
     def row_of(self, v: Atom, axis: int | None) -> Any:
+        """Return the row of a value along an axis, or the whole value if `axis` is None."""
         if isinstance(v, Literal):
             return v.val
         if axis is None:

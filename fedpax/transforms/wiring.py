@@ -185,6 +185,7 @@ def trace_program(
 
 
 def _aval_of_leaf(leaf: Any) -> Any:
+    """Return the type that an argument has on the devices."""
     if isinstance(leaf, jax.Array | int | float | complex):
         return jax.typeof(leaf)
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):  # random keys

@@ -162,6 +162,7 @@ def _fields(bits: int) -> tuple[int, int, int]:
 
 
 def _shifts(count: int, width: int, axis: int, ndim: int) -> UInt32[Array, "..."]:
+    """Return the shifts 0, width, 2 width, ... along one axis."""
     shape = [1] * ndim
     shape[axis] = count
     return (width * jnp.arange(count, dtype=jnp.uint32)).reshape(shape)

@@ -101,4 +101,5 @@ def _random_signs(key: Key[Array, ""], size: int, ndim: int) -> Float[Array, "..
 
 
 def _power_of_two(entries: int) -> int:
+    """Return the smallest power of two that is at least `entries`."""
     return 1 << (entries - 1).bit_length()

@@ -165,6 +165,7 @@ def _index_bits(entries: int) -> int:
 def _scatter(
     indices: Int[Array, "k ..."], values: Float[Array, "k ..."], entries: int
 ) -> Float[Array, "entries ..."]:
+    """Place values at indices along the leading axis, and zeros elsewhere."""
     # With batching axes, a compiler keeps the other axes where they are, and their sharding.
     rest = tuple(range(1, indices.ndim))
     return jax.lax.scatter(

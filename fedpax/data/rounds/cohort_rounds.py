@@ -175,6 +175,7 @@ def _check_memory(
     batch_size: int,
     local_epochs: int,
 ) -> None:
+    """Check that a round, and the next one, fit the memory of this machine."""
     num_bytes = sum(values.nbytes for values in example.values())
     share = 1.0  # of a round of the largest clients that takes memory: see `aligned_zeros`
     if sizes is not None:
@@ -226,6 +227,7 @@ def _check_clients(population: Partition, sampler: ClientSampler, num_devices: i
 
 
 def _sampler_settings(sampler: ClientSampler) -> dict[str, int | str]:
+    """Return the settings of a sampler that determine its cohorts."""
     weights, available = sampler.weights, sampler.available
     settings: dict[str, int | str] = {
         "num_clients": sampler.num_clients,

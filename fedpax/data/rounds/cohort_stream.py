@@ -46,6 +46,8 @@ which the system clears. With less padding, it costs less to write to used memor
 
 
 class _Located(NamedTuple):
+    """Where the examples of sampled clients are."""
+
     # The first example of each client, and the number of its examples, int64 `[sampled]`.
     first: NDArray[np.int64]
     sizes: NDArray[np.int64]
@@ -280,6 +282,7 @@ class CohortRounds:
         return batches
 
     def _sample(self, round_number: int) -> NDArray[np.int64]:
+        """Sample the clients of a round, and check what a subclass of `ClientSampler` returns."""
         sampled = np.asarray(self._sampler.sample(round_number))
         cohort_size, num_clients = self._sampler.cohort_size, self._sampler.num_clients
         if (
@@ -304,6 +307,7 @@ class CohortRounds:
         return sampled.astype(np.int64)
 
     def _check_shapes(self, batches: Arrays) -> None:
+        """Check that a round has the fields, shapes and dtypes of every other round."""
         size = batches[MASK].shape[1:3]
         expected = {n: ((*size, *x.shape[3:]), x.dtype) for n, x in self.shapes.batches.items()}
         actual = {name: (x.shape[1:], x.dtype) for name, x in batches.items()}
@@ -340,6 +344,7 @@ def shorter_lengths(longest: int) -> list[int]:
 def _locate_examples(
     population: Partition, sampled: NDArray[np.int64], num_examples: int
 ) -> _Located:
+    """Locate the examples of sampled clients; contiguous ones without a list of their indices."""
     if isinstance(population, RaggedPartition):  # its indices have been checked
         first = population.starts[sampled]
         return _Located(first, population.starts[sampled + 1] - first, population.indices)

@@ -126,6 +126,7 @@ def _homes_first(
 def _longest_first(
     work: Float64[np.ndarray, " clients"], num_devices: int, chunk_size: int
 ) -> Int64[np.ndarray, " clients"]:
+    """Order clients by longest processing time first."""
     per_device = len(work) // num_devices
     chunk = min(chunk_size, max(per_device, 1))
     num_chunks, remainder = divmod(per_device, chunk)
@@ -184,6 +185,7 @@ def idle_fraction(num_steps: ArrayLike, num_devices: int = 1, *, chunk_size: int
 def _busy(
     work: Float64[np.ndarray, " clients"], num_devices: int, chunk_size: int
 ) -> Float64[np.ndarray, " devices"]:
+    """Return each device's time for equal blocks of the clients."""
     blocks = work.reshape(num_devices, -1)
     busy = np.zeros(num_devices)
     for start in range(0, blocks.shape[1], chunk_size):

@@ -97,6 +97,7 @@ class HeldoutRows:
 
     @functools.cached_property
     def _chosen(self) -> Int64[np.ndarray, " rows"]:
+        """The rows to evaluate on, among all rows of the split."""
         total = int(self._starts[-1])
         rows = -(-total // self.seq_len)
         if self._max_tokens is None or self._max_tokens >= rows * self.seq_len:

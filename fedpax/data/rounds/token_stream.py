@@ -176,6 +176,7 @@ class TokenRounds:
 
     @property
     def _first_row(self) -> int:
+        """The number of the next round's first row."""
         rows = self._progress.rows
         return rows // self.shape[0] if self._by_island else rows
 

@@ -34,6 +34,8 @@ class RoundOutcome(NamedTuple):
 
 
 class _Failures(NamedTuple):
+    """When clients fail or are late; the arguments of `unreliable_rounds`."""
+
     dropout_probability: float
     seconds_per_step: Float64[np.ndarray, " population"]
     seconds_per_report: float

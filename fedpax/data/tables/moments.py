@@ -230,6 +230,7 @@ def averages_program(
 
 
 def _moments(combined: Averages) -> Moments:
+    """Return the moments that follow from the averages of all clients together."""
     host = jax.device_get(combined)
     present, first, second = (np.asarray(x, np.float64) for x in host)
     known = present > 0  # noise can make it negative

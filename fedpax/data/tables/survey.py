@@ -132,6 +132,7 @@ def _survey_folder(source: TableSource, max_labels: int) -> Survey:
 
 
 def _with_partition(survey: Survey, rows: pa.Table, label: str | None, max_labels: int) -> Survey:
+    """Add the clients of a partition, a column of the examples, and their labels."""
     clients = {CLIENT: rows.column(CLIENT)}
     survey = survey._replace(
         schema=survey.schema.append(rows.schema.field(CLIENT)),
@@ -145,6 +146,7 @@ def _with_partition(survey: Survey, rows: pa.Table, label: str | None, max_label
 
 
 def _class_label(survey: Survey, label: str | None, max_labels: int) -> str | None:
+    """Return the label, or None if its values are not classes."""
     if label is None:
         return None
     about = survey.summaries[survey.schema.names.index(label)]
@@ -155,6 +157,7 @@ def _class_label(survey: Survey, label: str | None, max_labels: int) -> str | No
 
 
 def _read_column(reading: Reading, name: str) -> pa.Table:
+    """Read one column of all parts, with the values of texts once."""
     parts = [table.select([name]) for table in reading.tables()]
     if is_text(reading.schema.field(name).type):
         parts = [pa.table({name: part.column(0).dictionary_encode()}) for part in parts]
@@ -162,6 +165,8 @@ def _read_column(reading: Reading, name: str) -> pa.Table:
 
 
 class _Counts(NamedTuple):
+    """Counts of columns over all parts."""
+
     num_examples: int
     repeated: str
     missing: dict[str, int]
@@ -182,6 +187,7 @@ class _Counts(NamedTuple):
 
 
 def _count_columns(reading: Reading) -> _Counts:
+    """Count the missing and distinct values of each column, and the repeated examples."""
     schema = pa.schema([reading.schema.field(name) for name in visible(reading.schema.names)])
     examples, missing = 0, dict.fromkeys(schema.names, 0)
     ends: dict[str, list[pa.Array]] = {}
@@ -234,6 +240,7 @@ def hash_examples(table: pa.Table, client: str | None) -> list[UInt64[np.ndarray
 
 
 def _count_groups(reading: Reading, keys: list[str]) -> pa.Table:
+    """Count the examples of each client, or of each client and label."""
     schema = pa.schema([reading.schema.field(key) for key in keys])
     names = stored_schema(schema).names
     sql = f"SELECT {', '.join(names)}, count(*) AS n FROM examples GROUP BY {', '.join(names)}"

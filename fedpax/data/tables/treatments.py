@@ -298,6 +298,7 @@ def describe_count(distinct: int) -> str:
 
 
 def _check_kind(treatment: Treatment, column: Any) -> None:
+    """Check that a column can have a stated kind."""
     name, kind = treatment.name, treatment.kind
     if kind == "left_out":
         return

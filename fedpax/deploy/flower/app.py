@@ -207,6 +207,7 @@ class FlowerNetwork:
 
 
 def _secure_sum(network: Any, protocol: str, setting: Any) -> SecureSum:
+    """Return the server's part of a protocol for secure sums."""
     from fedpax.deploy.nodes.node_sums import ServerSums
     from fedpax.deploy.nodes.round_server import POLL_SECONDS
 

@@ -252,6 +252,7 @@ def run_flower(
 
 
 def _read_results(command: Sequence[str], tell: Callable[[str], None]) -> dict[str, Any]:
+    """Run `flwr run APP [SUPERLINK] ...` to its end; return the results in its output."""
     lines: list[str] = []
     results: dict[str, Any] | None = None
     run = ""

@@ -78,6 +78,7 @@ def _connect(path: Path) -> socket.socket | None:
 
 
 def _start(path: Path, specification: Mapping[str, Any]) -> socket.socket:
+    """Start a worker, and connect to it."""
     log = path.with_suffix(".log")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-m", _start.__module__, str(path)]

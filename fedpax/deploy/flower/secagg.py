@@ -156,6 +156,7 @@ class _Matching:
         self._grid, self._poll_seconds, self._sums = grid, poll_seconds, sums
 
     def send_and_receive(self, messages: Sequence[Any], *, timeout: float | None) -> list[Any]:
+        """Send messages; return the replies that came in time."""
         sent = [m for m in self._grid.push_messages(messages) if m]
         waiting, replies = set(sent), []
         first = time.monotonic()

@@ -164,6 +164,7 @@ class NodeProgram:
     def _data(
         self, participant: int, round_number: int, config: Mapping[str, Any]
     ) -> dict[str, Any]:
+        """Return the participant's values of a round's cohort, by name."""
         if participant not in self._cohorts:
             steps = (self.program.batch or (0, 0))[0]
             node = Node(participant, self.program.settings.num_clients, config, steps)
@@ -177,6 +178,7 @@ class NodeProgram:
         return values
 
     def _own(self, stage: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a stage's own values, with the dtypes and shapes that it takes."""
         own = {}
         for described in self.program.artifact.manifest["stages"][stage]["own"]:
             name, shape, dtype = described["name"], described["shape"], described["dtype"]

@@ -192,6 +192,7 @@ class ServerSums:
         return sorted(nodes[name] for name in side.present), total
 
     def _exchange(self, packets: Mapping[int, Packet], seconds: float | None) -> dict[int, Packet]:
+        """Send packets; return the answers that come in time."""
         waiting = self._network.push(packets, seconds)
         answers: dict[int, Packet] = {}
         first = time.monotonic()
@@ -221,6 +222,7 @@ def _request(packet: Packet, phase: str, session: str, request: Message | None) 
 
 
 def _read(packet: Packet) -> Message:
+    """Return the message of a participant's answer."""
     try:
         header = json.loads(str(packet.values["answer"]))
         check_nesting(header)

@@ -168,6 +168,7 @@ class RoundServer:
         )
 
     def _ask(self, number: int) -> dict[int, int]:
+        """Return the node of each participant to ask, once enough are connected."""
         first, last_note = time.monotonic(), -math.inf
         while True:
             self.roster.refresh()
@@ -215,6 +216,7 @@ class RoundServer:
     def _attempt(
         self, position: ServerPosition, key: str, asked: Mapping[int, int]
     ) -> tuple[list[int], dict[str, Any] | None]:
+        """Return the participants that were counted, and the results if they are a quorum."""
         artifact = self.program.artifact
         noise = draw_noise(artifact.manifest.get("noise", ()))  # of this attempt alone
         answering: list[int] = list(asked)
@@ -294,6 +296,7 @@ class RoundServer:
         return merged, [jnp.stack(rows) for rows in zip(*shown, strict=True)]
 
     def _exchange(self, packets: Mapping[int, tuple[int, Packet]]) -> dict[int, Packet]:
+        """Send a packet to each participant; return the answers that came in time."""
         participant = {node: k for k, (node, _) in packets.items()}
         deadline = self.rules.deadline or None
         sent = self.network.push(dict(packets.values()), deadline)

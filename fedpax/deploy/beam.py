@@ -106,13 +106,13 @@ def run_beam(
         where = FileSystems.join(parent or temporary, work.job)
         if not FileSystems.exists(where):
             FileSystems.mkdirs(where)
-        _write(FileSystems.join(where, "arguments"), arguments)
-        for kind, content in differing.items():
-            _write(FileSystems.join(where, f"first-{kind}"), content)
-        with beam.Pipeline(options=options) as pipeline:
-            numbers = range(first_round, first_round + rounds)
-            _Job(pipeline, work, where, numbers, size, set(differing)).build()
         try:
+            _write(FileSystems.join(where, "arguments"), arguments)
+            for kind, content in differing.items():
+                _write(FileSystems.join(where, f"first-{kind}"), content)
+            with beam.Pipeline(options=options) as pipeline:
+                numbers = range(first_round, first_round + rounds)
+                _Job(pipeline, work, where, numbers, size, set(differing)).build()
             return read_results(
                 divided,
                 leaves,

@@ -71,6 +71,21 @@ def test_states_continue_in_a_second_job(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_job_that_fails_leaves_no_files(tmp_path):
+    @fedpax.program(clients=2)
+    def total(x):
+        return fedpax.federated_sum(fedpax.federated_map(jnp.sin, x))
+
+    def draw(client):
+        if client:
+            raise RuntimeError("a damaged file")
+        return np.float32(1)
+
+    with pytest.raises(Exception, match="a damaged file"):
+        run_beam(total, clients=lambda: EachClient(draw, 2), folder=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_analytics_have_data_alone():
     @fedpax.program(clients=50)
     def histogram(x):

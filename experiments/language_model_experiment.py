@@ -225,8 +225,8 @@ class LanguageModelExperiment(Experiment):
         if config.num_experts > 1 and config.num_experts_per_token == 1 and not self.lora.rank:
             lines.append(
                 "--model.num_experts_per_token=1: the weight of one expert is always 1, so the "
-                "load-balancing loss alone trains the router. With 2 or more experts, the "
-                "cross-entropy trains it too"
+                "cross-entropy does not train the router, only --loss.load_balance_weight does. "
+                "With 2 or more experts, the cross-entropy trains it too"
             )
         return lines
 

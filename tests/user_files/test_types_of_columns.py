@@ -251,6 +251,22 @@ def test_arrays_of_several_types_have_the_wider_one(
         load(tmp_path / "*.npz")
 
 
+def test_a_type_for_all_keeps_the_held_out_part_of_arrays(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for first, dtype in enumerate(("float32", "float64")):
+        values = {"x": random.normal(size=(50, 2)).astype(dtype), "n": 50 * first + np.arange(50)}
+        np.savez(tmp_path / f"{dtype}.npz", client=np.repeat(first, 50), **values)
+
+    def held_out(files: str, types: Mapping[str, str] | None) -> set[int]:
+        options: dict[str, Any] = {"heldout_fraction": 0.3, "client": "client", "types": types}
+        rows = load(tmp_path / files, "heldout", **options).column("n")
+        return {int(n) for n in rows if n < 50}
+
+    types = {"x": "float64"}
+    assert held_out("*.npz", types) == held_out("float32.npz", types) != set()
+    assert held_out("*.npz", None) != held_out("float32.npz", None)
+
+
 def test_integers_of_arrays_that_a_float_does_not_hold(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.float64([[0.5, 1.5]]))
     np.savez(tmp_path / "b.npz", x=np.int64([[2**53 + 1, 1]]))

@@ -173,6 +173,16 @@ class CompiledPlan(NamedTuple):
         hidden = self.roofline.full_overlap_seconds
         return max(hidden, self.roofline.seconds_within_slices + exposed)
 
+    @property
+    def no_overlap_seconds(self) -> float:
+        """Seconds of a round without overlap, at the bandwidth out of a slice."""
+        assert self.roofline is not None
+        seconds = self.roofline.no_overlap_seconds
+        if self.overlap is None:
+            return seconds
+        transfers = self.overlap.bytes_per_round / self.overlap.bandwidth
+        return seconds + max(0.0, transfers - self.roofline.network_seconds.get(DCN, 0.0))
+
     def operand_bytes(
         self, network: str | None = None, axis: str | None = None, in_loop: bool | None = None
     ) -> int:

@@ -134,11 +134,11 @@ def _roofline(plan: CompiledPlan) -> dict[str, Any] | None:
     return {
         "bottleneck": roofline.bottleneck,
         "min_seconds_per_step": plan.full_overlap_seconds / steps,
-        "min_seconds_per_step_without_overlap": roofline.no_overlap_seconds / steps,
+        "min_seconds_per_step_without_overlap": plan.no_overlap_seconds / steps,
         "min_seconds_per_round": roofline.times | {"all collectives": roofline.collective_seconds},
         "max_model_flops_utilization": plan.model_flops_utilization(plan.full_overlap_seconds),
         "max_model_flops_utilization_without_overlap": plan.model_flops_utilization(
-            roofline.no_overlap_seconds
+            plan.no_overlap_seconds
         ),
         "assumptions": assumptions(plan),
     }

@@ -315,9 +315,9 @@ def _roofline(plan: CompiledPlan) -> str:
     if overlapping is not None:
         limit += f": MFU at most {overlapping:.1%}, full attention"
     rows.append(("full overlap", f"{1e3 * seconds / steps:,.3f}", limit))
-    no_overlap = plan.model_flops_utilization(roofline.no_overlap_seconds)
+    no_overlap = plan.model_flops_utilization(plan.no_overlap_seconds)
     limit = "" if no_overlap is None else f"MFU at most {no_overlap:.1%}, full attention"
-    rows.append(("no overlap", f"{1e3 * roofline.no_overlap_seconds / steps:,.3f}", limit))
+    rows.append(("no overlap", f"{1e3 * plan.no_overlap_seconds / steps:,.3f}", limit))
     lines = [
         textwrap.fill(line, 100, initial_indent="  - ", subsequent_indent="    ")
         for line in assumptions(plan)

@@ -155,6 +155,9 @@ def test_a_mean_at_the_end_of_a_round_is_exposed_at_any_bandwidth(
     )
     assert slower.overlap.exposed_seconds == pytest.approx(7 * seconds)
     assert slower.overlap.required_bandwidth == overlap.required_bandwidth
+    slowest = to_json(slower)["roofline"]["min_seconds_per_step_without_overlap"] * STEPS
+    assert slowest == pytest.approx(plan.no_overlap_seconds + 6 * seconds)
+    assert slowest > slower.full_overlap_seconds > plan.no_overlap_seconds
     report, content = to_text(slower), json.loads(json.dumps(to_json(slower)))["between_slices"]
     assert f"compute utilization  {slower.overlap.compute_utilization:.2%}" in report
     assert (

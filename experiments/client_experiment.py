@@ -280,7 +280,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         )
 
     def name_clients(self, population: Partition) -> Sequence[str]:
-        """Return the names of clients: a client's state at a site belongs to its name.
+        """Return the names of clients: a site keeps a client's state under its name.
 
         Default: `population.names`, as of `fedpax.data.partition_natural`, or their numbers.
         """

@@ -52,7 +52,7 @@ _READ = (
 
 def open_cohorts(experiment: Experiment) -> Clients:
     """Open the clients of an experiment; pickled with the experiment for workers."""
-    # A copy: what an experiment has opened would be pickled with it.
+    # A copy: else data that the experiment has opened would be pickled.
     cohorts: Any = copy.copy(experiment).build().cohorts
     if not hasattr(cohorts, "read_clients"):
         raise ConfigurationError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -20,7 +21,8 @@ from fedpax.models.nnx_functional import FunctionalModel, functional_model
 from fedpax.models.transformer_config import TransformerConfig
 from fedpax.ops.quantization import Quantization
 from fedpax.ops.remat import rematerialize
-from fedpax.parallel.axes import RULES, constrain, explicit_spec
+from fedpax.ops.splash_attention import LANES
+from fedpax.parallel.axes import RULES, constrain, explicit_spec, partition_spec
 from fedpax.parallel.pipeline import run_pipeline
 
 
@@ -202,12 +204,21 @@ class Transformer(nnx.Module):
     def embed(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """Embed tokens [batch, seq_len] as features [batch, seq_len, embed_dim]."""
         config = self.config
-        # Looked up in float32: the gradient of a frequent token is a sum of many terms. Each device
-        # looks up its part of the features of all tokens, and sends them to the tokens' devices:
-        # the table and its gradient are never whole on a device.
+        # Looked up in float32: the gradient of a frequent token is a sum of many terms.
         table = self.embedding[...].astype(jnp.promote_types(config.dtype, jnp.float32))
-        names, shape = ("batch", "sequence", "embed"), (*tokens.shape, config.embed_dim)
-        rules = {**RULES, "batch": ("data", "expert", "stage")}
+        shape, mesh = (*tokens.shape, config.embed_dim), jax.sharding.get_abstract_mesh()
+        (axes,) = partition_spec(("embed",), shape=shape[-1:])
+        devices = math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes))
+        names: tuple[str | None, ...] = ("batch", "sequence", "embed")
+        rules = RULES
+        is_small = tokens.size <= devices * config.vocab_size  # features of tokens, to the table
+        if devices > 1 and is_small and config.embed_dim % (devices * LANES) == 0:
+            # Each device looks up its columns for all tokens, and sends the features to the tokens'
+            # devices: the table and its gradient are never whole on a device. Between slices a TPU
+            # would send columns that do not fill its lanes with padding.
+            rules = {**RULES, "batch": ("data", "expert", "stage")}
+        else:
+            names, table = ("batch", "sequence", None), constrain(table, ("vocab", None))
         spec = explicit_spec(names, shape, rules)
         x = constrain(table.at[tokens].get(out_sharding=spec), names, rules)
         x = constrain(x.astype(config.dtype), ("batch", "sequence", None))

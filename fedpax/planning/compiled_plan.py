@@ -167,7 +167,7 @@ class CompiledPlan(NamedTuple):
 
     @property
     def full_overlap_seconds(self) -> float:
-        """Seconds of a round in which all overlaps but the exposed transfers between slices."""
+        """Seconds of a round in which everything overlaps but exposed transfers between slices."""
         assert self.roofline is not None
         exposed = 0.0 if self.overlap is None else self.overlap.exposed_seconds
         hidden = self.roofline.full_overlap_seconds

@@ -121,7 +121,7 @@ def _type_of_values(kind: pa.DataType, values: pa.DataType) -> pa.DataType:
 
 
 def _cast_values(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Cast a column; Arrow itself casts the storage of arrays alone."""
+    """Cast a column. Arrow casts only the storage of arrays."""
     tensor = pa.FixedShapeTensorType
     if column.type == kind or not (isinstance(column.type, tensor) and isinstance(kind, tensor)):
         return column.cast(kind)

@@ -208,7 +208,7 @@ def test_weights_are_gathered_again_in_the_backward_pass() -> None:
 
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
 def test_the_table_of_embeddings_is_never_whole_on_a_device(axis_type: AxisType) -> None:
-    config = replace(CONFIG, vocab_size=4096, scale_embeddings=False)
+    config = replace(CONFIG, vocab_size=4096, embed_dim=512, scale_embeddings=False)
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(axis_type, axis_type))
     random = np.random.default_rng(0)
     table = random.normal(size=(config.vocab_size, config.embed_dim)).astype(np.float32)

@@ -51,6 +51,8 @@ def evaluate(arguments: Sequence[str]) -> int:
         )
     run_rounds, on_flower = engine_of(options), options.engine == "flower"
     saved = read_saved_run("evaluate", arguments, options, fields)
+    if isinstance(saved.experiment, FedAvgFiles) and isinstance(saved.trained, FedAvgFiles):
+        _check_held_out(saved.experiment.data, saved.trained.data)
     number = checkpoint_round("evaluate", saved, options.round)
     run = build_run(saved.experiment)
     print_error(f"{saved.exp}: evaluating round {number} on {describe_devices(run.mesh)}")
@@ -154,6 +156,20 @@ def measure_clients(run: Run, params: Params, folder: Path, number: int) -> Clie
     if shared is None:
         return evaluated._replace(metrics=personal)
     return shared._replace(metrics={**shared.metrics, **personal})
+
+
+def _check_held_out(data: FilesConfig, trained: FilesConfig) -> None:
+    """Raise if another column of clients lets the run's files hold out other examples."""
+    # An example is held out by its values, among which is its client, if the path names it.
+    files, before = ([f.replace("{client}", "*") for f in x.files] for x in (data, trained))
+    by_path = trained.client is None and trained.partition is None and not data.has_split
+    named = data.client is None or any("{client}" in file for file in data.files)
+    if by_path and not named and files == before:
+        raise UsageError(
+            f"--data.client={data.client} would hold out other examples of these files than the "
+            "run did, and the model was trained on most of them. Let the path name the clients "
+            "too, such as --data.files='FOLDER/{client}.csv': the held-out part is then the run's."
+        )
 
 
 def _describe_measured(data: FilesConfig, opened: OpenFiles) -> str:

@@ -231,6 +231,19 @@ def test_a_class_as_a_client_gives_metrics_by_class(folder: Path, tmp_path: Path
     assert means[0] == pytest.approx(means[1], rel=1e-6) and len(reports[1]) == 2
 
 
+def test_groups_of_other_held_out_examples_are_refused(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The names of files are a column of the examples, whose values choose the held-out ones."""
+    run = train_one_round(folder, tmp_path)
+    evaluate = ["evaluate", run, "--by_client", "--data.client=outcome"]
+    for files in ([], [f"--data.files={folder}/*.csv"]):
+        assert main([*evaluate, *files]) == 2
+        assert "would hold out other examples" in capfd.readouterr().err
+    assert main([*evaluate, f"--data.files={folder}/{{client}}.csv"]) == 0
+    assert main([*evaluate, f"--data.files={folder}/Oslo.csv"]) == 0  # not the run's files
+
+
 def test_the_command_line_names_flags_where_python_names_arguments(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

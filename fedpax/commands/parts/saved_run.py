@@ -44,6 +44,7 @@ class SavedRun(NamedTuple):
     exp: str  # the experiment's name on the command line, or its class if it has none
     folder: Path  # the run's folder, or its `checkpoint_dir`
     experiment: Experiment
+    trained: Experiment  # the run's, before the command set fields
 
     @property
     def saved_in(self) -> Path:
@@ -106,7 +107,7 @@ def read_saved_run(
             print_error(f"`fedpax {command}` takes {names} and the fields of the experiment.")
         raise
     experiment.read_inputs(folder)
-    return SavedRun(exp or saved["class"], folder, experiment)
+    return SavedRun(exp or saved["class"], folder, experiment, configuration)
 
 
 def _how_to_name(

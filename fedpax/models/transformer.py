@@ -205,7 +205,8 @@ class Transformer(nnx.Module):
         """Embed tokens [batch, seq_len] as features [batch, seq_len, embed_dim]."""
         config = self.config
         # Looked up in float32: the gradient of a frequent token is a sum of many terms.
-        table = self.embedding[...].astype(jnp.promote_types(config.dtype, jnp.float32))
+        dtype = jnp.promote_types(config.dtype, jnp.float32)
+        table = jnp.asarray(self.embedding[...], dtype)
         shape, mesh = (*tokens.shape, config.embed_dim), jax.sharding.get_abstract_mesh()
         (axes,) = partition_spec(("embed",), shape=shape[-1:])
         devices = math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes))

@@ -150,6 +150,13 @@ def test_scan_equals_a_loop_over_layers(random_params: Draw) -> None:
     chex.assert_trees_all_close(grad, expected_grad, rtol=1e-3, atol=1e-3)
 
 
+def test_parameters_can_be_numpy_arrays(random_params: Draw) -> None:
+    model, tokens = transformer(SMALL), draw_tokens(2, 12)
+    params = jax.device_get(random_params(model))
+    logits = jax.eval_shape(partial(model.apply, params), tokens)
+    assert logits.shape == (2, 12, SMALL.vocab_size)
+
+
 def test_bfloat16_compute_keeps_float32_parameters(random_params: Draw) -> None:
     model, exact = transformer(replace(SMALL, dtype="bfloat16")), transformer(SMALL)
     params, tokens = random_params(model), draw_tokens(2, 12)

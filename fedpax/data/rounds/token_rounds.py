@@ -87,7 +87,7 @@ def token_rounds(
         seed: the random seed of all orders.
         partition: the indices of each island's documents, as the `partition_...` functions return
             them: `partition_by_field(source, "client", islands)`. Rows are then counted by island.
-                Default None: islands share all documents.
+            Default None: islands share all documents.
         shuffle_tokens: the window within which rows of a data set (or an island's part) are
             shuffled, in tokens, at most one epoch. It takes 4 to 13 bytes per token, divided among
             the processes. With 1, rows of a shard are not shuffled.

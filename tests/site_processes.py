@@ -19,6 +19,30 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def run_script(script: str, folder: Path) -> None:
+    """Run commands of a page in a folder, where `fedpax` and `python` are those of the test."""
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, module in (("fedpax", "-m fedpax.main"), ("python", "")):
+        command = folder / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
+        command.chmod(0o755)
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment |= {
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "PYTHONPATH": str(HERE.parents[1]),
+    }
+    done = subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+
+
 class Processes:
     """Commands of `fedpax` in processes of their own; all are ended in the end."""
 

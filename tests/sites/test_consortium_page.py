@@ -1,13 +1,10 @@
 """All commands of docs/consortium.md, in their order, in an empty folder."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from site_processes import free_port
+from site_processes import free_port, run_script
 
 from fedpax.run_files.paths import latest_round
 
@@ -27,17 +24,6 @@ RUNS = {
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    for name, module in (("fedpax", "-m fedpax.main"), ("python", "")):
-        command = tmp_path / "bin" / name
-        command.write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
-        command.chmod(0o755)
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
-        "JAX_NUM_CPU_DEVICES": "1",
-        "PYTHONPATH": str(PAGE.parents[1]),
-    }
     session = ""
     for kind, block in BLOCK.findall(PAGE.read_text()):
         if kind == "python":
@@ -47,14 +33,6 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
         else:
             words = block.replace(":7000", f":{free_port()}")
             script = words.replace("syncer.example.org", "localhost") + "wait\n"
-        done = subprocess.run(
-            ["bash", "-e", "-c", script],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+        run_script(script, tmp_path)
     assert {name: latest_round(tmp_path / "runs" / name) for name in RUNS} == RUNS
     assert (tmp_path / "model").exists()

@@ -1,9 +1,7 @@
 """The experiment of docs/experiments.md over two sites equals its training in one place."""
 
 import dataclasses
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from site_processes import free_port
+from site_processes import free_port, run_script
 
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.experiments import ClientExperiment
@@ -110,22 +108,9 @@ def test_held_out_batches_need_no_mask() -> None:
 
 @pytest.mark.slow
 def test_the_commands_of_the_page(commands: str) -> None:
-    Path("bin").mkdir()
-    command = Path("bin", "fedpax")
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m fedpax.main "$@"\n')
-    command.chmod(0o755)
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {
-        "PATH": f"{Path('bin').absolute()}:{os.environ['PATH']}",
-        "JAX_NUM_CPU_DEVICES": "1",
-        "PYTHONPATH": str(ROOT),
-    }
     alone = f"fedpax train {EXP} --job_log_dir=runs/clinics\n"
     script = alone + commands.replace(":7000", f":{free_port()}") + "wait\n"
-    done = subprocess.run(
-        ["bash", "-e", "-c", script], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    run_script(script, Path.cwd())
     wanted = jax.tree.leaves(load_params("runs/clinics"))
     for folder in ("coordinator", "bergen", "lund"):
         for leaf, other in zip(jax.tree.leaves(load_params(f"runs/{folder}")), wanted, strict=True):

@@ -97,9 +97,9 @@ def self_tuning(
         chunk_size: number of participants that a device evaluates at once; see `fedpax.program`.
 
     Returns:
-        `init(params)` and `round(state, cohort)`. `state.hyperparameters` are those of the next
-        round. Metrics: the method's; the round's hyperparameters, `"hyperparameter/<name>"`;
-        `"loss_after"`, the mean of the finite f_i at the new model; and
+        `init(params)` and `round(state, cohort)`. `state.hyperparameters` has the next round's
+        hyperparameters. Metrics: the method's; the round's hyperparameters,
+        `"hyperparameter/<name>"`; `"loss_after"`, the mean of the finite f_i at the new model; and
         `"non_finite_hypergradients"`, the number of derivatives that are NaN or infinite.
 
     Raises:

@@ -3,7 +3,7 @@
     python -m fedpax.experiments.benchmarks.cohort_input --clients=1000 --faster=50 --clock=cpu
 
 A cohort has images of 28 x 28 pixels from clients of log-normal sizes, 28 images in the median, in
-batches of 10. Its time is at most 2.5 times that of a copy of its arrays to used memory. The
+batches of 10. Laying out takes at most 2.5 times as long as copying the arrays to used memory. The
 waiting, at most 10%, is measured while a thread lays out the next cohort and the CPU is idle for as
 long as a device `faster` times as fast would train an MLP. `uint8 to float32` are scaled by the
 host in the time of a cohort, by the device, not counted, in the waiting.

@@ -208,16 +208,19 @@ class Transformer(nnx.Module):
         dtype = jnp.promote_types(config.dtype, jnp.float32)
         table = jnp.asarray(self.embedding[...], dtype)
         shape, mesh = (*tokens.shape, config.embed_dim), jax.sharding.get_abstract_mesh()
-        (axes,) = partition_spec(("embed",), shape=shape[-1:])
-        devices = math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes))
+        axes = jax.tree.leaves(tuple(partition_spec(("embed",), shape=shape[-1:])))
+        devices = math.prod(mesh.shape[axis] for axis in axes)
         names: tuple[str | None, ...] = ("batch", "sequence", "embed")
         rules = RULES
-        is_small = tokens.size <= devices * config.vocab_size  # features of tokens, to the table
-        if devices > 1 and is_small and config.embed_dim % (devices * LANES) == 0:
+        has_few_tokens = (
+            tokens.size <= devices * config.vocab_size
+        )  # else features outweigh the table
+        if devices > 1 and has_few_tokens and config.embed_dim % (devices * LANES) == 0:
             # Each device looks up its columns for all tokens, and sends the features to the tokens'
             # devices: the table and its gradient are never whole on a device. Between slices a TPU
             # would send columns that do not fill its lanes with padding.
-            rules = {**RULES, "batch": ("data", "expert", "stage")}
+            batch = tuple(axis for axis in RULES["batch"] or () if axis not in axes)
+            rules = {**RULES, "batch": batch}
         else:
             names, table = ("batch", "sequence", None), constrain(table, ("vocab", None))
         spec = explicit_spec(names, shape, rules)

@@ -67,7 +67,7 @@ def cohort_rounds(
         batch_size: examples per step and client.
         local_epochs: how often a client iterates over its examples in a round.
         max_steps: the most steps of a client in a round; longer clients are truncated. Default
-            None: those of the largest client, for which the whole population is read.
+            None: the steps of the largest client, for which the whole population is read.
         seed: the random seed of the examples' orders.
         num_devices: the size of the mesh's `clients` axis; it must divide the cohort. Only the
             order of a round's clients depends on it.

@@ -157,7 +157,7 @@ class CohortRounds:
     ) -> Cohort:
         """Read some clients of a round alone: the same batches that the round has.
 
-        Of `client_ids`, integers `[n]`, -1 is an empty slot. `length` is that of the axis of steps.
+        Of `client_ids`, integers `[n]`, -1 is an empty slot. `length` sizes the axis of steps.
         Default None: `max_steps`.
         """
         ids = np.asarray(client_ids, np.int64)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Self
 
@@ -201,7 +201,7 @@ class LanguageModelExperiment(Experiment):
         )
 
     def resolve(
-        self, default: Experiment, parse: Callable[[Any], Any], job_log_dir: str | Path | None
+        self, default: Experiment, given: Collection[str], job_log_dir: str | Path | None
     ) -> Self:
         """Take the architecture from the folder that `--model.weights` names."""
         # A run that resumes takes it from its own folder, and does not read the other one.
@@ -211,13 +211,14 @@ class LanguageModelExperiment(Experiment):
         folder = expand_home(self.model.weights).absolute()
         saved = _saved_run(job_log_dir, self)
         if isinstance(saved, type(self)) and saved.model.weights == str(folder):
-            begun = default._with_architecture(saved.model, folder, saved.data.tokenizer)
+            begun = self._with_architecture(saved.model, folder, saved.data.tokenizer)
         else:
-            begun = default.with_weights(folder)
-        parsed: Self = parse(begun)
-        model = dataclasses.replace(parsed.model, weights=str(folder))
+            begun = self.with_weights(folder)
+        own = {k: x for k, x in vars(self.model).items() if f"model.{k}" in given}
+        model = dataclasses.replace(begun.model, **own | {"weights": str(folder)})
         check_architecture(model, begun.model)
-        return dataclasses.replace(parsed, model=model)
+        data = self.data if "data.tokenizer" in given else begun.data
+        return dataclasses.replace(begun, model=model, data=data)
 
     def notes(self, optimizer: OptimizerConfig, num_steps: int) -> list[str]:
         """Describe a warmup without an end, and a router that the loss does not train."""

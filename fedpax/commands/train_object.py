@@ -125,7 +125,7 @@ def train(
     with _arguments_in_errors():
         if not jax.distributed.is_initialized():  # otherwise the processes' devices are known
             provide_devices(experiment.mesh, experiment.sharded_sizes())
-        experiment = experiment.resolve(experiment, lambda default: default, job_log_dir)
+        experiment = experiment.resolve(experiment, (), job_log_dir)
         folder = resolve_job_log_dir(job_log_dir)
         result = train_in_folder(experiment, folder, allow_config_change=allow_config_change)
     if result.signal == signal.SIGINT:

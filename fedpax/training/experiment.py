@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
@@ -211,14 +211,14 @@ class Experiment(abc.ABC):
         check_fields(self, "")
 
     def resolve(
-        self, default: Self, parse: Callable[[Self], Self], job_log_dir: str | Path | None
+        self, default: Self, given: Collection[str], job_log_dir: str | Path | None
     ) -> Self:
         """Fill in fields that depend on what the command line set. By default there are none.
 
-        `default` is the experiment before, `parse` parses the command line again with another one
-        as the default, and `job_log_dir` is the run's folder, which may be missing, or None.
+        `default` is the experiment before, `given` has the paths of the fields that the command
+        line set, and `job_log_dir` is the run's folder, which may be missing, or None.
         """
-        del default, parse, job_log_dir
+        del default, given, job_log_dir
         return self
 
     def sharded_sizes(self) -> Sequence[ShardedSize]:

@@ -197,53 +197,51 @@ def override(
     text = f"{description}\n\n--seed=N sets all seeds at once: {seeds}.".lstrip()
     text += "".join(_describe_choices(*choice) for choice in _choosable(experiment).items())
 
-    def run_tyro(default: Experiment, *, prints: bool = True) -> Experiment:
-        # tyro's registries, and the environment, belong to all threads.
-        with _PARSING, _colors_on_terminals_alone():
-            return tyro.cli(
-                type(default),
-                default=default,
-                args=fields,
-                prog=command,
-                description=escape_controls(text, keep="\n"),
-                use_underscores=True,
-                config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
-                registry=whole_sentences(),
-                console_outputs=prints,
-            )
-
-    def parse(default: Experiment) -> Experiment:
-        # tyro prints the fields' values, which a folder of others can have set.
-        if (shown := _escape_texts(default)) == default:
-            return run_tyro(default)
-        try:
-            return run_tyro(default, prints=False)
-        except SystemExit:
-            return run_tyro(shown)
-
     try:
-        changed = parse(experiment)
+        changed = _parse_fields(experiment, fields, command, text)
     except SystemExit as stop:
         hints = (describe_group, _other_choices, _did_you_mean_field)
         if stop.code and (hint := next(filter(None, (h(experiment, fields) for h in hints)), "")):
             print_error(f"fedpax: {hint}")
         raise
-    _check_lists_given_once(changed, fields)
-    resolved = changed.resolve(experiment, parse, job_log_dir)
+    flags_given = (word[2:].partition("=")[0] for word in fields if word[:2] == "--")
+    given = Counter(name.replace("-", "_") for name in flags_given)
+    _check_lists_given_once(changed, given)
+    resolved = changed.resolve(experiment, given, job_log_dir)
     check_integer_fields(resolved)
     return resolved
 
 
-def _check_lists_given_once(experiment: Experiment, overrides: Sequence[str]) -> None:
+def _parse_fields(default: Experiment, fields: Sequence[str], prog: str, text: str) -> Experiment:
+    """Parse the arguments for the fields of an experiment by tyro."""
+    parse = functools.partial(
+        tyro.cli,
+        type(default),
+        args=fields,
+        prog=prog,
+        description=escape_controls(text, keep="\n"),
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+        registry=whole_sentences(),
+    )
+    # tyro prints the fields' values, which a folder of others can have set.
+    shown = _escape_texts(default)
+    with _PARSING, _colors_on_terminals_alone():  # all threads have its registries and `TERM`
+        try:
+            return parse(default=default, console_outputs=shown == default)
+        except SystemExit:
+            if shown == default:
+                raise
+            return parse(default=shown)
+
+
+def _check_lists_given_once(experiment: Experiment, given: Mapping[str, int]) -> None:
     """Check that no field of several values is given twice: tyro drops the first ones."""
     # The last of two numbers or names counts, so that a script can end with "$@".
-    names = Counter(
-        word[2:].partition("=")[0].replace("-", "_") for word in overrides if word[:2] == "--"
-    )
-    for name in (name for name, count in names.items() if count > 1):
+    for name in (name for name, count in given.items() if count > 1):
         if isinstance(operator.attrgetter(name)(experiment), tuple):
             raise UsageError(
-                f"--{name} is given {names[name]} times, expected once. Set all its values at "
+                f"--{name} is given {given[name]} times, expected once. Set all its values at "
                 f"once, separated by spaces: --{name} A B."
             )
 

@@ -230,7 +230,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         sampler, model = fitting.make_sampler(every_client), fitting.make_model()
         return CoordinatorRun(
             fitting.make_algorithm(fitting.make_loss(model), sampler),
-            model.init,
+            self.method.make_init(model.init),
             fitting.cohort.size,
             sample_present(sampler),
             accountant=configured_accountant(self.aggregator),
@@ -268,7 +268,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         draw = drawer(rounds, fitting.make_stream(rounds, sampler), sampler)
         return SiteRun(
             algorithm,
-            model.init,
+            self.method.make_init(model.init),
             size,
             draw,
             evaluate,

@@ -36,6 +36,7 @@ from fedpax.experiments.parts.file_experiments import (
     means_over_parts,
     note_training,
     read_saved_inputs,
+    with_clusters,
     with_own_models,
     write_saved_inputs,
 )
@@ -178,6 +179,7 @@ class FedAvgFiles(ClientExperiment):
         run = super().at_site(clients)
         notes = (*self.agreed, *self.prepared.cautions)
         run = run._replace(notes=notes, label_means=LABEL_MEANS)
+        run = with_clusters(run, self.method, self.own_model_means)
         if not self.opened.heldout.any():
             return run
         evaluate = functools.cache(lambda: self.own_model_means(fine_tune=True))
@@ -192,8 +194,16 @@ class FedAvgFiles(ClientExperiment):
         return list(self.training_parts)
 
     def count_heldout(self) -> int:
-        """Return the number of held-out examples."""
-        return int(self._chosen_heldout.sum())
+        """Return the number of held-out examples; with clusters, of training clients."""
+        if self.method.has_shared_model:
+            return int(self._chosen_heldout.sum())
+        return sum(map(len, self._own_heldout))
+
+    @property
+    def _own_heldout(self) -> list[NDArray[np.int64]]:
+        """The held-out examples of each training client."""
+        heldout, none = self.opened.parts(self.opened.heldout), np.zeros(0, np.int64)
+        return [heldout.get(name, none) for name in self.training_parts]
 
     def sharded_sizes(self) -> list[ShardedSize]:
         """Return the size that the axis of clients divides."""
@@ -333,11 +343,11 @@ class FedAvgFiles(ClientExperiment):
         examples, population = self.read_clients()
         sampler = ClientSampler(len(population), 1, self.cohort.seed)
         rounds = self.cohort.rounds(examples, population, sampler, self.make_preprocess())
-        heldout, none = self.opened.parts(self.opened.heldout), np.zeros(0, np.int64)
-        parts = [heldout.get(name, none) for name in self.training_parts]
         multiple = self.make_mesh().shape.get("clients", 1)
         model = jax.eval_shape(self.make_model().init, jax.random.key(0))
-        return OwnExamples(rounds, parts, self._read, model, multiple, with_batches=with_batches)
+        return OwnExamples(
+            rounds, self._own_heldout, self._read, model, multiple, with_batches=with_batches
+        )
 
     def own_model_means(self, *, fine_tune: bool = False) -> Callable[[Any], dict[str, float]]:
         """Make the evaluation of the clients' own models, or fine-tuned ones: `state -> means`."""

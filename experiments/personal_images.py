@@ -17,8 +17,9 @@ from fedpax.algorithm import Params
 from fedpax.data import Partition
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.parts.client_evaluation import label_weights
-from fedpax.experiments.parts.file_experiments import with_own_models
+from fedpax.experiments.parts.file_experiments import with_clusters, with_own_models
 from fedpax.models.losses import ModelLoss, classification_loss
+from fedpax.sites.site_experiment import ClientRange, SiteRun
 from fedpax.training.client_metrics import (
     ClientMetrics,
     LabelWeights,
@@ -42,11 +43,20 @@ class PersonalImages(FedAvgImages):
         run = super().build()
         return with_own_models(run, self.method, self.own_model_means, self.own_metrics_by_client)
 
+    def at_site(self, clients: ClientRange) -> SiteRun:
+        """Make a site's run, with a model for each cluster if the method has clusters."""
+        return with_clusters(super().at_site(clients), self.method, self.own_model_means)
+
+    def count_heldout(self) -> int:
+        """Return the weight of a site's metrics: with clusters, as `own_model_means` weighs."""
+        if self.method.has_shared_model:
+            return super().count_heldout()
+        return sum(map(len, self.read_population()[0]))
+
     def own_model_means(self) -> Callable[[Any], dict[str, float]]:
         """Make the evaluation of the clients' own models, on held-out examples of their labels."""
-        # The held-out examples are weighted for each client, so that every label has the share that
-        # it has among the client's training examples. A client counts by the number of these. The
-        # training batches of all clients are in memory.
+        # For each client, every label has its share of the training examples, by whose number the
+        # client counts. The training batches of all clients are in memory.
         cohort, batches, weights = self._own_examples
         model, rate = self.make_model(), self.client_learning_rate
         train_loss, loss_fn = self.make_loss(model), classification_loss(model.apply)

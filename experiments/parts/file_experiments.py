@@ -30,6 +30,7 @@ from fedpax.settings.client_aggregators import AggregatorConfig
 from fedpax.settings.client_methods import MethodConfig
 from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.settings.table_data import FilesConfig
+from fedpax.sites.site_experiment import SiteRun
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.exchanged_bytes import tree_bytes
 from fedpax.training.experiment import Run
@@ -269,6 +270,20 @@ def with_own_models(
         evaluate=lambda params: means()(ServerState(params)),
         evaluate_clients=None,
     )
+
+
+def with_clusters(
+    run: SiteRun, method: MethodConfig, make_means: Callable[[], Callable[[Any], dict[str, float]]]
+) -> SiteRun:
+    """Evaluate the own models of a site's clients, if the method has no single shared model."""
+    if method.has_shared_model:
+        return run
+    means = functools.cache(make_means)
+
+    def evaluate(params: Params) -> dict[str, float]:
+        return means()(ServerState(params))
+
+    return run._replace(evaluate=evaluate if run.num_heldout else None, fine_tune=None)
 
 
 def means_over_parts(

@@ -132,8 +132,8 @@ def check_masks(divided: Stages, has_secure_sums: bool) -> None:
 MOST_EXAMPLES = 2.0**31 - 1
 """No client has more: its number is an int32."""
 
-WEIGHT, MEAN = "sum of weight", "mean of "
-"""Names of terms: the sum of weights, and the sums that are divided by it."""
+WEIGHT = "sum of weight"
+"""The name of a term that is a sum of weights."""
 
 
 def weight_limits(stage: Stage, weights: str) -> dict[str, float]:
@@ -143,9 +143,9 @@ def weight_limits(stage: Stage, weights: str) -> dict[str, float]:
     return {f"{TERM} {i}": limit for i, v in enumerate(stage.terms) if v.name == WEIGHT}
 
 
-def weighted_terms(stage: Stage) -> list[str]:
-    """Return the names of the terms that are divided by the weight."""
-    return [f"{TERM} {i}" for i, v in enumerate(stage.terms) if v.name.startswith(MEAN)]
+def weighted_terms(divided: Stages, number: int) -> dict[str, str]:
+    """Return the name of the term by which each weighted sum is divided, by the sum's name."""
+    return {f"{TERM} {i}": f"{TERM} {k}" for i, k in divided.weights(number).items()}
 
 
 def check_repeatable(divided: Stages, stage: int, number: int) -> None:

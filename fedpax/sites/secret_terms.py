@@ -179,7 +179,7 @@ def _phase_task(
             for name, request in requests.items()
         }
         words = {name: (shape, np.dtype(np.uint32)) for name, shape in shapes.items()}
-        return task._replace(own=own, expected=words, weights={}, weighted=())
+        return task._replace(own=own, expected=words, weights={}, weighted={})
     none: dict[str, np.ndarray] = {}
     return Task(
         f"{task.token} {phase}",

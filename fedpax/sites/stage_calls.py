@@ -132,7 +132,7 @@ class StageCalls:
             own,
             expected,
             weight_limits(stage, rules.weights) if is_round else {},
-            weighted_terms(stage) if is_round else (),
+            weighted_terms(divided, request.stage) if is_round else {},
             coded_arrays(coded),
         )
         check_masks(divided, rules.secure_sums)

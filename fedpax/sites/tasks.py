@@ -39,7 +39,7 @@ class Task(NamedTuple):
             clients in this task.
         coded: the same for a site that sends encoded words: one whose fields have `"coded"`.
         weights: for each array that is a sum of weights, the most that a client weighs.
-        weighted: arrays that are divided by the weights.
+        weighted: arrays that are divided by a weight, with the name of this weight.
     """
 
     token: str
@@ -48,7 +48,7 @@ class Task(NamedTuple):
     own: Mapping[str, tuple[Mapping[str, Any], Mapping[str, np.ndarray]]]
     expected: Mapping[str, ArrayTypes]
     weights: Mapping[str, float] = {}
-    weighted: Sequence[str] = ()
+    weighted: Mapping[str, str] = {}
     coded: Mapping[str, ArrayTypes] = {}
 
     @property
@@ -262,14 +262,15 @@ def find_wrong_weight(task: Task, rows: int, arrays: Mapping[str, Any]) -> str |
         weight = float(arrays[name])
         if not 0 <= weight <= rows * most * (1 + 1e-5):  # float32 rounds a sum
             return f"its weight is {weight:g}, expected 0 to {rows * most:g}"
-        if not weight and any(arrays[other].any() for other in task.weighted):
+        if not weight and any(arrays[x].any() for x, of in task.weighted.items() if of == name):
             return "its weight is 0 and its values are not"
     return None
 
 
 def claimed_weight(task: Task, arrays: Mapping[str, np.ndarray]) -> float | None:
     """Return the weight that a site claims for its clients; None if the task asks for none."""
-    return next((float(arrays[name]) for name in task.weights), None)
+    # With clusters, several weights are parts of the largest.
+    return max((float(arrays[name]) for name in task.weights), default=None)
 
 
 def is_finite(array: np.ndarray) -> bool:

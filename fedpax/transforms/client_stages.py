@@ -76,6 +76,7 @@ class ClientStage(NamedTuple):
     monoids: tuple[Monoid, ...]
     sent: tuple[int, ...]
     places: tuple[int, ...]  # for each term, its place among those that are sent
+    weights: Mapping[int, int]  # place of a mean's weighted sum -> place of its weight
     messages: Stage
 
     def client(
@@ -263,6 +264,7 @@ class StageBuilder:
             monoids=tuple(monoids),
             sent=sent,
             places=places,
+            weights=dict(self._weights(phase, places)),
             messages=Stage(
                 shared=tuple(Value(self.names.of(v), *_kind(aval_of(v))) for v in shared),
                 rows=tuple(Value(self.names.of(v), *_kind(self._slice(v))) for v in rows),
@@ -311,6 +313,14 @@ class StageBuilder:
                     yield f"number of {self.plan.placement.name}"
                 else:
                     yield f"{'sum' if is_weight else operation} of {name}"
+
+    def _weights(self, phase: int, places: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield the places of the two terms of each mean."""
+        number = 0
+        for reduction in self.plan.reductions.get(phase, ()):
+            if operation_of(reduction.eqn) == "mean":
+                yield places[number], places[number + 1]
+            number += len(reduction.monoids)
 
     def _slice(self, v: Var) -> jax.ShapeDtypeStruct:
         """Return the type of one participant's slice of a placed value."""

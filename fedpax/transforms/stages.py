@@ -187,6 +187,10 @@ class Stages:
         """Return whether all terms of a stage are sums."""
         return self._stages[stage].adds
 
+    def weights(self, stage: int) -> Mapping[int, int]:
+        """Return the place of the weight of each mean's weighted sum, by the place of the sum."""
+        return self._stages[stage].weights
+
     def coded(self, stage: int) -> CodedStage | None:
         """Return a stage whose participants send encoded words; None if none are fewer bytes."""
         return self._coded[stage]

@@ -17,6 +17,7 @@ from fedpax.experiments.parts.file_experiments import ServerState
 from fedpax.experiments.personal_images import PersonalImages
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.settings.client_methods import APFL, FedAvg
+from fedpax.sites.site_experiment import ClientRange
 from fedpax.training.experiment import Run
 from fedpax.training.trainer import train
 
@@ -179,3 +180,15 @@ def test_metrics_by_client_are_those_of_the_own_models(few_examples):
         assert mean == pytest.approx(together[name], rel=1e-4)
     areas = result.metrics["auc"]
     assert ((areas >= 0) & (areas <= 1) | np.isnan(areas)).all() and np.isfinite(areas).any()
+
+
+@pytest.mark.usefixtures("few_examples")
+def test_a_site_of_clusters_is_weighed_by_its_training_examples() -> None:
+    """As a client is in `own_model_means`: the held-out examples of all sites are the same."""
+    site = small().at_site(ClientRange(3, 12, 20))
+    assert site.num_heldout == 400 and site.evaluate is not None and site.fine_tune is None
+    run = small().build()
+    params = random_params(run)
+    assert site.evaluate(params) == pytest.approx(run.evaluate(params), rel=1e-6)
+    shared = dataclasses.replace(small(), method=FedAvg()).at_site(ClientRange(3, 12, 20))
+    assert shared.num_heldout == 200

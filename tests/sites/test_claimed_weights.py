@@ -23,12 +23,12 @@ from sites.federation import Line, run
 from sites.small_experiment import METHODS, make_data, small, train_together
 
 
-def stage_of(method: str) -> Any:
-    """Return the stage of a method for clients with two examples each."""
+def divided_of(method: str) -> Any:
+    """Return the round of a method in stages, for clients with two examples each."""
     algorithm, params = METHODS[method](2, 2), small(method).init(None)
     ids = np.arange(2, dtype=np.int32)
     cohort = fedpax.Cohort(make_data(2, 0), ids + 2, ids + 1, ids)
-    return divide(algorithm, jax.eval_shape(algorithm.init, params), cohort, None)[0]
+    return divide(algorithm, jax.eval_shape(algorithm.init, params), cohort, None)
 
 
 @pytest.mark.each_value
@@ -49,10 +49,11 @@ def stage_of(method: str) -> Any:
     ],
 )
 def test_weights_are_checked(method: str, rule: str, weight: float, fault: str | None) -> None:
-    stage = stage_of(method)
-    expected, limits = expected_arrays(stage), weight_limits(stage, rule)
-    assert len(limits) == 1 and weighted_terms(stage)
-    task = Task("t", {}, whole({}), {}, expected, limits, weighted_terms(stage))
+    divided = divided_of(method)
+    expected, limits = expected_arrays(divided[0]), weight_limits(divided[0], rule)
+    weighted = weighted_terms(divided, 0)
+    assert len(limits) == 1 and {*weighted.values()} == {*limits}
+    task = Task("t", {}, whole({}), {}, expected, limits, weighted)
     arrays = {name: np.ones(shape, dtype) for name, (shape, dtype) in expected.items()}
     arrays |= {name: np.float32(weight) for name in limits}
     result = find_fault(task, {"clients": [0, 1]}, arrays)

@@ -148,11 +148,11 @@ class StateParts:
     since the parent. Without `rows`, `state` has them.
     """
 
-    def __init__(self, folder: Path, parents: dict[int, int]) -> None:
-        self._folder, self._parents = folder, parents
-        self._rows = RowChanges()
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._rows = folder, RowChanges()
         self._parent: Parent | None = None
-        self._parents.update(read_parents(folder, complete_rounds(folder)))
+        # by round, the round of the checkpoint with the rest of a checkpoint's rows
+        self.parents = read_parents(folder, complete_rounds(folder))
 
     def forget(self) -> None:
         """Let the next checkpoint have all rows: the newest one is not known to be complete."""
@@ -168,10 +168,10 @@ class StateParts:
             self._rows.forget()
         record = record_of_stores(state)
         self._parent = None
-        self._parents.pop(round_number, None)
+        self.parents.pop(round_number, None)
         if (changed := self._rows.advance(round_number, state)) is not None:
             self._parent = changed.parent
-            self._parents[round_number] = changed.parent.round
+            self.parents[round_number] = changed.parent.round
             items["rows"] = _in_chunks(changed.stores)
             state = without_stores(state)
         items["state"] = _in_chunks(on_one_device(state), record)

@@ -90,7 +90,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._progress: tuple[int, dict[str, Any]] | None = None
         self._before_complete = before_complete
         self._retention = Retention(keep) if isinstance(keep, int) else keep
-        self._parts = StateParts(self._folder, self._retention.parents)
+        self._best = 0
+        self._parts = StateParts(self._folder)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deleted checkpoints")
         self._removal: Future[None] | None = None
         self._lost: CheckpointWriteError | None = None
@@ -112,7 +113,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return open_checkpoints(
             self._folder,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=self._retention,
+                preservation_policy=self,
                 # A kill in the removal of files must not leave half a checkpoint under its name. An
                 # object store cannot rename a folder.
                 todelete_subdir=None if is_object_store(self._folder) else DELETED,
@@ -127,6 +128,20 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             ),
             item_names=("state", "progress", "params", "rows"),
         )
+
+    def should_preserve(
+        self,
+        checkpoints: "Sequence[ocp.checkpoint_managers.PolicyCheckpointInfo]",
+        *,
+        context: "ocp.checkpoint_managers.PreservationContext",
+    ) -> list[bool]:
+        """Return for each checkpoint whether it is kept; Orbax calls this."""
+        rounds = [checkpoint.step for checkpoint in checkpoints]
+        return self._retention.keeps(rounds, self._best, self._parts.parents)
+
+    def keep_best(self, round_number: int) -> None:
+        """Keep the checkpoint of a round too, and no longer the one that was named before."""
+        self._best = round_number
 
     def latest_round(self) -> int | None:
         """Return the round of the newest complete checkpoint, or None if there is none."""

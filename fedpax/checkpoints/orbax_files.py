@@ -1,6 +1,5 @@
 """Write checkpoints to folders and to object stores, such as a bucket, by Orbax."""
 
-import dataclasses
 import functools
 import glob
 import logging
@@ -9,10 +8,10 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -244,8 +243,7 @@ def on_one_device(tree: Any) -> Any:
     return jax.tree.map(smaller, tree)
 
 
-@dataclasses.dataclass(frozen=True)
-class Retention:
+class Retention(NamedTuple):
     """A rule that says which checkpoints are kept when a new one is saved."""
 
     newest: int  # number of the newest checkpoints that are kept
@@ -253,32 +251,18 @@ class Retention:
     # for each of these numbers, the newest checkpoint of a round that is a multiple of it is kept
     # too: a roll back returns to it, or an export reads it
     scheduled: tuple[int, ...] = ()
-    # rounds whose checkpoints are kept too; the training changes the set
-    best: set[int] = dataclasses.field(default_factory=set, hash=False)
-    # the round of the checkpoint with the rest of a checkpoint's rows, kept as long as that
-    # checkpoint; `Checkpoints` changes the dict
-    parents: dict[int, int] = dataclasses.field(default_factory=dict, hash=False)
 
-    def keeps(self, rounds: Sequence[int]) -> list[bool]:
-        """Return for each checkpoint whether it is kept."""
-        kept = {*rounds[-self.newest :], *self.best}
+    def keeps(self, rounds: Sequence[int], best: int, parents: Mapping[int, int]) -> list[bool]:
+        """Return for each checkpoint whether it is kept; with one, also the rest of its rows."""
+        kept = {*rounds[-self.newest :], best}
         if self.every:
             kept.update(number for number in rounds if number % self.every == 0)
         for period in filter(None, self.scheduled):
             kept.update([number for number in rounds if number % period == 0][-1:])
         for number in sorted(rounds, reverse=True):
-            if number in kept and number in self.parents:
-                kept.add(self.parents[number])
+            if number in kept and number in parents:
+                kept.add(parents[number])
         return [number in kept for number in rounds]
-
-    def should_preserve(
-        self,
-        checkpoints: "Sequence[ocp.checkpoint_managers.PolicyCheckpointInfo]",
-        *,
-        context: "ocp.checkpoint_managers.PreservationContext",
-    ) -> list[bool]:
-        """Return for each checkpoint whether it is kept; Orbax calls this."""
-        return self.keeps([checkpoint.step for checkpoint in checkpoints])
 
 
 class QuietFailedSaves(AbstractContextManager["QuietFailedSaves"]):

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.exports import Exports
-from fedpax.checkpoints.orbax_files import Retention
 from fedpax.checkpoints.saved_state import among
 from fedpax.processes.communication import gather_json
 from fedpax.run_files.evaluations import STOP, Evaluations
@@ -22,10 +22,10 @@ class EarlyStop:
     """Decides after evaluations what to save, and when to stop; all processes decide the same."""
 
     def __init__(
-        self, training: TrainingConfig, saved_in: Path, retention: Retention, exports: Exports
+        self, training: TrainingConfig, saved_in: Path, checkpoints: Checkpoints, exports: Exports
     ) -> None:
         self._training, self._saved_in = training, saved_in
-        self._retention, self._exports = retention, exports
+        self._checkpoints, self._exports = checkpoints, exports
         self._kept: Sequence[Mapping[str, Any]] = ()
 
     def start(self, kept: Sequence[Mapping[str, Any]]) -> None:
@@ -39,7 +39,7 @@ class EarlyStop:
             saved = gather_json(saved)[0]
         # A better model may not have been kept, if `keep_best` was set later.
         self._saved = among(kept, saved, training.keep_best)
-        self._keep(self._saved.best_round)
+        self._checkpoints.keep_best(self._saved.best_round)
 
     def check_metric(self, evaluate: Callable[[], HeldoutMetrics]) -> None:
         """Check that an evaluation has the metric `keep_best`, before a round is trained."""
@@ -48,10 +48,6 @@ class EarlyStop:
         if keep_best is None or kept.metric.name == "loss" or kept.best_round or kept.waited:
             return
         Evaluations((), keep_best, 0).add(0, as_floats(evaluate())[0])
-
-    def _keep(self, round_number: int) -> None:
-        self._retention.best.clear()
-        self._retention.best.update([round_number] if round_number else [])
 
     def add(self, round_number: int, metrics: Mapping[str, float]) -> bool:
         """Add an evaluation; return whether to save its model as the best one so far."""
@@ -63,7 +59,7 @@ class EarlyStop:
         self._evaluations.add(round_number, metrics)
         if training.keep_best is None or not self._saved.add(round_number, metrics):
             return False
-        self._keep(round_number)
+        self._checkpoints.keep_best(round_number)
         return True
 
     def reason(self, done: int) -> str | None:

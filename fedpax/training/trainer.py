@@ -222,7 +222,6 @@ def _open_loop(
     enter(jax.set_mesh(run.mesh))
     if jax.process_count() > 1:  # else the data are opened while the round is compiled
         check_same_data(run.cohorts)
-    retention = _retention(training)
     progress = enter(
         open_progress(experiment, job.exp, first, item_unit=run.item_unit, enabled=primary)
     )
@@ -233,7 +232,7 @@ def _open_loop(
     checkpoints = enter(
         Checkpoints(
             job.saved_in,
-            keep=retention,
+            keep=_retention(training),
             exports=exports,
             before_complete=None if checkpoint_dir is None else checkpoint_dir.before_complete,
         )
@@ -249,7 +248,7 @@ def _open_loop(
             checkpoints=checkpoints,
             progress=progress,
             clock=clock,
-            early_stop=EarlyStop(training, job.saved_in, retention, exports),
+            early_stop=EarlyStop(training, job.saved_in, checkpoints, exports),
             tracker=tracker,
             copy=copy,
         )

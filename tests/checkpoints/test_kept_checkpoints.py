@@ -74,7 +74,7 @@ def test_the_checkpoints_that_a_run_needs_are_kept(
     rounds: set[int], newest: int, every: int, scheduled: list[int]
 ) -> None:
     ordered = sorted(rounds)
-    kept = Retention(newest, every, tuple(scheduled)).keeps(ordered)
+    kept = Retention(newest, every, tuple(scheduled)).keeps(ordered, 0, {})
     result = {number for number, keeps in zip(ordered, kept, strict=True) if keeps}
     for period in scheduled:
         assert result >= set([n for n in ordered if period and n % period == 0][-1:])

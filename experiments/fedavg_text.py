@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 
@@ -56,7 +56,8 @@ class FedAvgText(OverSites, ClientText):
     If there are fewer clients than `cohort.size`, a round has all clients.
     """
 
-    own_fields: ClassVar[tuple[str, ...]] = (
+    own_fields = (
+        *ClientText.own_fields,
         "data.answer_field",
         "data.chat_template",
         "data.client_field",

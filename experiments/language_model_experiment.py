@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -169,11 +169,13 @@ class LanguageModelExperiment(Experiment):
         model: the transformer. With `model.weights`, training begins from a Hugging Face folder.
         data: the text.
         lora: the adapters of the transformer's weights. Default: rank 0, train all parameters.
+        own_fields: paths of the fields that may differ between sites and between islands.
     """
 
     model: TransformerConfig
     data: TextDataConfig
     lora: LoRAConfig = NO_ADAPTERS
+    own_fields: ClassVar[tuple[str, ...]] = ("data.data_dir", "model.weights")
 
     def with_weights(self, folder: str | Path) -> Self:
         """Begin from the weights in a Hugging Face folder.

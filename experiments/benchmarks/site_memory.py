@@ -120,7 +120,7 @@ class SiteMemory(Benchmark):
 def _coordinate(pipe: Pipe, experiment: Federation, folder: Path, sites: int) -> None:
     """Run the coordinator, and send its port and in the end its memory."""
     address = f"127.0.0.1:{timing.free_port()}"
-    pipe.send((address, identify(experiment, {}, (), {})._asdict()))
+    pipe.send((address, identify(experiment, {}, {})._asdict()))
     rules = RoundRules(sites, 600.0, secure_sums=experiment.aggregator == SECURE_SUMS)
     run_coordinator(experiment, folder, address, rules=rules, goodbye_seconds=60.0)
     # Not ru_maxrss, which begins with the memory of the process that started this one.

@@ -110,7 +110,7 @@ def _open_exchange(
 ) -> TaskExchange:
     """Make the exchange of a new run or of a saved one."""
     exchange = TaskExchange(
-        identify(experiment, {}, experiment.own_fields, experiment.shared_content()),
+        identify(experiment, {}, experiment.shared_content()),
         sites,
         rounds=experiment.training.rounds,
         run=new_token() if saved is None else saved["run"],

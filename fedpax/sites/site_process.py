@@ -1,6 +1,7 @@
 """The process of a run over sites: its folder, files and server, and the run's identity."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import signal
@@ -174,32 +175,12 @@ WIRE_FORMAT = 5
 """The format of headers and encoded updates. Increase it with each change that the other side would
 misread, such as another layout of a codec's words."""
 
-LOCAL = (
-    "mesh",
-    "training.begin_from",
-    "training.checkpoint_every",
-    "training.evaluate_every",
-    "training.hang_after",
-    "training.keep_checkpoints",
-    "training.on_hang",
-    "training.profile_at",
-    "training.rounds",
-    "training.stop_on_non_finite",
-    "training.track_checkpoints",
-    "training.tracker",
-    "data.data_dir",
-    "model.weights",
-)
-"""Fields of an experiment that may differ between sites; a path stands for all fields below it.
-
-An island takes over the syncer's number of rounds."""
-
 
 class Identity(NamedTuple):
     """The version, experiment and model, which must be equal at syncer and islands."""
 
     version: str
-    experiment: Mapping[str, Any]  # the fields of the experiment by path, except `LOCAL`
+    experiment: Mapping[str, Any]  # fields of the experiment by path
     model: Mapping[str, str]  # dtype and shape of each parameter by path
     wire_format: int = WIRE_FORMAT
     # hashes of files, by the field that names the file; None of islands
@@ -209,14 +190,16 @@ class Identity(NamedTuple):
 def identify(
     experiment: Experiment,
     params: Params,
-    own: Collection[str] = (),
     content: Mapping[str, str] | None = None,
 ) -> Identity:
-    """Return the identity of a run; fields in `own` may differ between sites too."""
+    """Return the identity of a run; `own_fields`, with all below them, may differ between sites."""
+    # Of the training, every process has its own settings, or the default: see `check_read`.
+    training = {f"training.{field.name}" for field in dataclasses.fields(experiment.training)}
+    own = ("mesh", *getattr(experiment, "own_fields", ()), *training - {"training.seed"})
     fields = {
         path: value
         for path, value in flatten(to_json(experiment))
-        if not any(path == name or path.startswith(f"{name}.") for name in (*LOCAL, *own))
+        if not any(path == name or path.startswith(f"{name}.") for name in own)
     }
     model = {
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}"

@@ -151,7 +151,7 @@ class Site:
         self._waits = False  # for rounds: a run that was finished has more of them
         self._per_example = items_of(experiment)[1]
         content = experiment.shared_content()
-        self._identity = identify(experiment, {}, experiment.own_fields, content)._asdict()
+        self._identity = identify(experiment, {}, content)._asdict()
         self._receiver = Receiver(WHOLE)
         self._last_answer = time.monotonic()
 

@@ -133,7 +133,7 @@ def run(
     )
     own_folder.mkdir(parents=True, exist_ok=True)
     exchange = TaskExchange(
-        identify(experiment, {}, experiment.own_fields, experiment.shared_content()),
+        identify(experiment, {}, experiment.shared_content()),
         table,
         rounds=experiment.training.rounds,
         run=new_token(),

@@ -137,7 +137,7 @@ def test_rounds_of_several_stages_have_no_guard(tmp_path: Path) -> None:
 
 def test_the_numbers_of_clients_of_a_site_are_bounded(tmp_path: Path) -> None:
     config = small(clients=2)
-    identity = identify(config, {}, config.own_fields, config.shared_content())
+    identity = identify(config, {}, config.shared_content())
     exchange = TaskExchange(identity, SiteTable(30.0), rounds=1, run="r")
 
     def join(name: str, clients: int) -> Message:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
+from fedpax.experiments.fedavg_text import fedavg_lora_text
 from fedpax.islands.island.link import Link
 from fedpax.secure_sums.arithmetic import EXACT_WORDS, WORDS
 from fedpax.sites.site_process import WIRE_FORMAT, find_difference, find_other_format, identify
@@ -37,6 +38,14 @@ def test_settings_without_effect_on_the_model_may_differ(
     other = dataclasses.replace(experiment, training=training)
     difference = find_difference(identify(experiment, PARAMS), identify(other, PARAMS)._asdict())
     assert difference is None if may_differ else f"training.{field}" in (difference or "")
+
+
+def test_paths_of_a_machine_may_differ() -> None:
+    for experiment in (decoupled_diloco_text(), fedavg_lora_text()):
+        data = dataclasses.replace(experiment.data, data_dir="here")
+        model = dataclasses.replace(experiment.model, weights="there")
+        other: Any = dataclasses.replace(experiment, data=data, model=model)
+        assert identify(other, PARAMS) == identify(experiment, PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +93,14 @@ def test_an_infinite_setting_is_sent_and_compared() -> None:
 def test_fields_of_ones_own_class_can_be_those_of_sites() -> None:
     """A field that differs can be one that each site sets, where the class can name it."""
     own = small()
-    other = identify(small(features=4), PARAMS, own.own_fields, {})
+    other = identify(small(features=4), PARAMS, {})
     same = "Give `fedpax join` the flags of `fedpax syncer`"
     for fields, content, remedy in (
         ({}, {}, f"{same}, or add a field that each site sets to own_fields of the experiment's "),
         ({"class": "fedpax.experiments.fedavg_table:FedAvgTable"}, {}, f"{same}."),
         ({}, None, f"{same}."),  # islands
     ):
-        expected = identify(own, PARAMS, own.own_fields, content)
+        expected = identify(own, PARAMS, content)
         expected = expected._replace(experiment={**expected.experiment, **fields})
         stated = other._replace(experiment={**other.experiment, **fields}, content=content)
         difference = find_difference(expected, stated._asdict()) or ""

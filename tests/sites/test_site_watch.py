@@ -23,7 +23,7 @@ def test_a_second_process_of_a_name_is_told_once_on_both_sides(
     tmp_path: Path, notes: list[str]
 ) -> None:
     experiment, table = small(), SiteTable(30.0)
-    identity = identify(experiment, {}, experiment.own_fields, {})
+    identity = identify(experiment, {}, {})
     exchange = TaskExchange(
         identity, table, rounds=1, run="r", heartbeat_seconds=1.0, folder=tmp_path / "replies"
     )
@@ -52,7 +52,7 @@ def test_a_killed_site_returns_at_once_and_in_another_folder_it_waits(
     tmp_path: Path, notes: list[str]
 ) -> None:
     experiment, table = small(), SiteTable(30.0)
-    identity = identify(experiment, {}, experiment.own_fields, experiment.shared_content())
+    identity = identify(experiment, {}, experiment.shared_content())
     exchange = TaskExchange(identity, table, rounds=1, run="r")
 
     def start(folder: str) -> bool:
@@ -84,7 +84,7 @@ def test_a_site_that_ends_with_an_error_is_told_as_failed(
     tmp_path: Path, notes: list[str], fails: bool
 ) -> None:
     experiment, table = small(), SiteTable(30.0)
-    identity = identify(experiment, {}, experiment.own_fields, experiment.shared_content())
+    identity = identify(experiment, {}, experiment.shared_content())
     exchange = TaskExchange(identity, table, rounds=1, run="r")
 
     class Faulty(Line):

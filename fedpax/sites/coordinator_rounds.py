@@ -119,6 +119,7 @@ class Coordinator:
             stop_now,
             self._finish,
             secure_sums=rules.secure_sums,
+            note=progress.note,
         )
 
     @property

@@ -48,7 +48,9 @@ class SiteEvaluation:
         finish: Finish,
         *,
         secure_sums: bool,
+        note: Callable[[str], None],
     ) -> None:
+        self._note, self._told = note, set[str]()  # what was noted
         self._secure_sums = secure_sums  # then sites send no means of labels
         self._exchange, self._log, self._watch, self._finish = exchange, log, watch, finish
         self._round_seconds, self._stop = round_seconds, stop
@@ -75,6 +77,8 @@ class SiteEvaluation:
         replies = self._exchange.ask(task, 1, seconds, self._stop)
         measured: dict[str, Heldout] = {}
         for name, reply in (replies or {}).items():
+            if why := reply.header.get("withheld"):
+                self._note_once(f"site {name} sends no metrics {why}")
             means, count = reply.header.get("metrics"), reply.header.get("examples", 0)
             if isinstance(means, dict) and count > 0:
                 known = {k: float(v) for k, v in means.items() if v is not None}
@@ -93,6 +97,11 @@ class SiteEvaluation:
             by_site |= {f"{OF_SITE}{name}/{key}": value for key, value in site.heldout.items()}
         mean = self._metrics(_weighted_mean(with_loss))
         self._log.add_evaluation(number, mean, by_site, self._describe_absence(with_loss))
+
+    def _note_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._note(text)
 
     def _describe_absence(self, measured: Sequence[Heldout]) -> str:
         """Say whose examples the metrics are of, unless they are of all sites."""

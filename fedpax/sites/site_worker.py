@@ -13,10 +13,10 @@ from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
 from fedpax.run_files.metrics import with_quantiles
 from fedpax.sites.coordinator_program import batch_types, divide
+from fedpax.sites.heldout_replies import make_reply
 from fedpax.sites.round_rules import weigh
 from fedpax.sites.secret_terms import TASK as SUM
 from fedpax.sites.secret_terms import SecretTerms, Uplink
-from fedpax.sites.site_evaluation import Heldout
 from fedpax.sites.site_experiment import (
     FINE_TUNED,
     ClientRange,
@@ -25,6 +25,7 @@ from fedpax.sites.site_experiment import (
     SiteRun,
 )
 from fedpax.sites.site_files import KeptValues, check_names
+from fedpax.sites.site_process import items_of
 from fedpax.sites.tasks import (
     EVALUATION,
     QUESTION,
@@ -49,9 +50,6 @@ Arrays = Mapping[str, np.ndarray]
 
 UNSENT = "\0 what the sums of this site have lost"
 """The name of the losses of sums beside the states of clients; no file has this name."""
-
-LEAST_LABELS = 10
-"""The fewest held-out examples of which a site sends means of labels: two means give two labels."""
 
 MAX_CLIENTS = 10_000_000
 MOST_QUESTIONS = 20
@@ -313,14 +311,8 @@ class SiteWorker:
         means = {name: float(value) for name, value in measured.items()}
         self._on_metrics(header["round"], dict(run.finish(means)))
         is_hidden = run.is_private or self._sums.is_required or header.get("secure_sums", True)
-        heldout = Heldout(run.num_heldout, dict(run.heldout_parts), means)
-        sent = {
-            name: x if np.isfinite(x) else None
-            for name, x in means.items()
-            if not name.endswith(run.label_means)
-            or not (is_hidden or heldout.count(name) < LEAST_LABELS)
-        }
-        return {"metrics": sent, "examples": heldout.examples, "parts": heldout.parts}
+        per_example = items_of(self._experiment)[1]
+        return make_reply(run, means, is_hidden=is_hidden, per_example=per_example)
 
     def _evaluate_personal(self, params: Params) -> dict[str, Any]:
         """Evaluate the own models of clients, with the states that they keep."""

@@ -148,6 +148,7 @@ class Site:
         self._has_inputs = self._opened = False
         self._heartbeat_seconds = 2.0
         self._noted = ""  # the last reason to wait
+        self._withheld = ""  # why metrics were last not sent
         self._waits = False  # for rounds: a run that was finished has more of them
         self._per_example = items_of(experiment)[1]
         content = experiment.shared_content()
@@ -275,6 +276,9 @@ class Site:
             fields, arrays = {"fault": "this process began after the round"}, {}
         if task.header["task"] == EVALUATION and task.header["save"]:
             self._note_last_model()
+        if (why := fields.get("withheld", "")) and why != self._withheld:
+            self._progress.note(f"sends no metrics {why}")
+        self._withheld = why or self._withheld
         place = {"token": task.header["token"], "stage": task.header["stage"]}
         try:
             answer = self._reply(arrays, **place, fields=fields)

@@ -230,6 +230,7 @@ def checked_fields(fields: Json) -> Json:
     checked = CheckedHeader(fields)
     if "examples" in fields:
         checked.count("examples")
+    checked.optional_text("withheld")
     means, parts = (checked.mapping(n) if n in fields else {} for n in ("metrics", "parts"))
     if max(len(means), len(parts)) > MOST_METRICS:
         raise MalformedError(f"a reply has {len(means)} metrics, at most {MOST_METRICS} fit.")

@@ -18,13 +18,17 @@ from fedpax.run_files.metrics import read_metrics, select
 from fedpax.settings.client_aggregators import aggregator
 from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.settings.table_data import TableConfig
+from fedpax.sites.heldout_replies import LEAST_LABELS, make_reply
+from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import SecretTerms
 from fedpax.sites.site_evaluation import Heldout, _weighted_mean
-from fedpax.sites.site_worker import LEAST_LABELS, SiteWorker
+from fedpax.sites.site_experiment import ClientRange
+from fedpax.sites.site_worker import SiteWorker
 from fedpax.sites.tasks import EVALUATION, SHARED, numbered
 from fedpax.training.training_config import TrainingConfig
 from fedpax.transport.message import Message
 from sites.federation import Line, run
+from sites.small_experiment import small
 
 SITES = {"a": (60, 45), "c": (25, 50, 30)}
 MORE = {"a": (60, 45), "b": (90,), "c": (25, 50, 30)}  # no client of b is new
@@ -131,6 +135,27 @@ def test_few_labels_stay_at_the_site(tmp_path: Path) -> None:
     assert line["r2"] == pytest.approx(1 - loss / (squared - label**2))
 
 
+def test_metrics_of_few_rows_stay_at_a_site_whose_values_are_hidden(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    write_meters(tmp_path / "data", {**MORE, "few": (15,)})
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv") for s in (*MORE, "few")}
+    rules = RoundRules(4, 60.0, secure_sums=True)
+    lines = dict.fromkeys(sites, Listening)
+    outcome = run(experiment(), sites, tmp_path / "runs", rules=rules, lines=lines)
+    counts = {s: int(sites[s].opened.heldout.sum()) for s in sites}
+    assert 0 < counts["few"] < LEAST_LABELS <= min(counts[s] for s in MORE)
+    assert outcome.lines["few"].means == {}
+    # The site measures the model for itself, and the coordinator goes on with the other sites.
+    own = {s: select(read_metrics(tmp_path / "runs" / s), "evaluation")[0]["loss"] for s in sites}
+    (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "evaluation")
+    loss = sum(counts[s] * own[s] for s in MORE) / sum(counts[s] for s in MORE)
+    assert line["loss"] == pytest.approx(loss) and not any("few" in name for name in line)
+    why = f"of {counts['few']} held-out examples, expected at least 10: fewer tell single rows"
+    told = [note for note in notes if "held-out" in note]
+    assert sorted(told) == [f"sends no metrics {why}", f"site few sends no metrics {why}"]
+
+
 @pytest.mark.parametrize("hidden_by", ["nothing", "only_sums_of", "secure_sums", "private_mean"])
 def test_labels_stay_at_a_site_whose_values_are_hidden(tmp_path: Path, hidden_by: str) -> None:
     write_meters(tmp_path / "data")
@@ -152,6 +177,14 @@ def test_labels_stay_at_a_site_whose_values_are_hidden(tmp_path: Path, hidden_by
     fields, _ = worker.work(header, numbered(SHARED, [np.asarray(x) for x in leaves]))
     assert "loss" in fields["metrics"]
     assert ("label" in fields["metrics"]) == (hidden_by == "nothing")
+
+
+@pytest.mark.parametrize(("per_example", "is_sent"), [(1, True), (2, False)])
+def test_a_document_counts_by_whole_rows_of_tokens(per_example: int, is_sent: bool) -> None:
+    run_of_site = small(clients=2).at_site(ClientRange(0, 2, 2))
+    assert run_of_site.num_heldout == 16
+    fields = make_reply(run_of_site, {"loss": 2.0}, is_hidden=True, per_example=per_example)
+    assert fields["metrics"] == ({"loss": 2.0} if is_sent else {})
 
 
 def together(finish: Any, *sites: tuple[int, dict[str, float]]) -> dict[str, float]:

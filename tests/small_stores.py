@@ -11,7 +11,7 @@ import optax
 from small_regression import RandomRounds
 
 from fedpax.algorithms import scaffold
-from fedpax.checkpoints import client_stores
+from fedpax.checkpoints import saved_stores
 from fedpax.clients.cohort import Cohort
 from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.training.experiment import Experiment, Run
@@ -56,7 +56,7 @@ class Scaffold(Experiment):
     pause: float = 0.0
 
     def build(self) -> Run:
-        client_stores.SMALL_STORES = 0  # this store too
+        saved_stores.SMALL_STORES = 0  # this store too
 
         def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             predicted = jnp.tanh(batch["x"] @ params["hidden"]) @ params["out"]

@@ -11,7 +11,9 @@ from jax.experimental import multihost_utils
 from jaxtyping import Int64, UInt64
 
 from fedpax.algorithm import State, has_params_field
-from fedpax.checkpoints.client_stores import (
+from fedpax.checkpoints.checkpoint_files import PARENT, Parent, identity_of, lineage, read_parents
+from fedpax.checkpoints.orbax_files import ocp, on_one_device, restore_item
+from fedpax.checkpoints.saved_stores import (
     StorePath,
     layouts_of,
     record_of_stores,
@@ -21,8 +23,6 @@ from fedpax.checkpoints.client_stores import (
     with_stores,
     without_stores,
 )
-from fedpax.checkpoints.orbax_files import ocp, on_one_device, restore_item
-from fedpax.checkpoints.saved_rounds import PARENT, Parent, identity_of, lineage, read_parents
 from fedpax.clients.row_blocks import (
     RowBlocks,
     padded_count,

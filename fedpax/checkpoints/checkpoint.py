@@ -15,6 +15,15 @@ from jax.experimental import multihost_utils
 
 from fedpax.algorithm import State
 from fedpax.checkpoints.changed_rows import StateParts
+from fedpax.checkpoints.checkpoint_files import (
+    DELETED,
+    NOT_DAMAGE,
+    damaged_checkpoint,
+    find_damage,
+    remove_deleted,
+    set_aside_unfinished,
+    write_checksums,
+)
 from fedpax.checkpoints.exports import Exports
 from fedpax.checkpoints.orbax_files import (
     QuietFailedSaves,
@@ -36,15 +45,6 @@ from fedpax.checkpoints.participant_states import (
     shapes_of_same_clients,
 )
 from fedpax.checkpoints.run_position import RunPosition, gather_stream_state
-from fedpax.checkpoints.saved_rounds import (
-    DELETED,
-    NOT_DAMAGE,
-    damaged_checkpoint,
-    find_damage,
-    remove_deleted,
-    set_aside_unfinished,
-    write_checksums,
-)
 from fedpax.console import print_error
 from fedpax.errors import FedpaxError
 from fedpax.run_files.paths import (

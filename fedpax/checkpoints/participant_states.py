@@ -12,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from fedpax.algorithm import State
-from fedpax.checkpoints.client_stores import CLIENTS, stores_of
+from fedpax.checkpoints.checkpoint_files import lineage
 from fedpax.checkpoints.orbax_files import ocp, open_to_read
-from fedpax.checkpoints.saved_rounds import lineage
+from fedpax.checkpoints.saved_stores import CLIENTS, stores_of
 from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 
@@ -118,21 +118,6 @@ def resize_participants(
     return jax.jit(resize, out_shardings=like.sharding)(saved)
 
 
-def saved_placed_struct(leaf: jax.ShapeDtypeStruct, num_saved: int) -> jax.ShapeDtypeStruct:
-    """Return a placed leaf's abstract value with another number of participants."""
-    # Sharded over the placement's mesh axis if the axis divides their number, so that a device
-    # reads only its share.
-    sharding: Any = leaf.sharding
-    axis = tuple(sharding.spec)[:1]
-    first = axis[0] if axis and axis[0] is not None else None
-    names = first if isinstance(first, tuple) else (first,)
-    if first is not None and num_saved % math.prod(sharding.mesh.shape[name] for name in names):
-        first = None
-    spec = PartitionSpec(first, *sharding.spec[1:])
-    sharding = NamedSharding(sharding.mesh, spec)
-    return jax.ShapeDtypeStruct((num_saved, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
-
-
 def check_resizable(state: State, num_saved: int, num_participants: int) -> None:
     """Check that a method allows another number of participants."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, FIXED))
@@ -178,7 +163,16 @@ def saved_struct(
     """Return a leaf with the saved number of participants; itself if the shapes are equal."""
     if has_saved_shape(leaf, saved, path, num_participants, num_saved):
         return leaf
-    return saved_placed_struct(leaf, saved[0])
+    # Sharded over the placement's mesh axis if the axis divides their number, so that a device
+    # reads only its share.
+    sharding: Any = leaf.sharding
+    axis = tuple(sharding.spec)[:1]
+    first = axis[0] if axis and axis[0] is not None else None
+    names = first if isinstance(first, tuple) else (first,)
+    if first is not None and saved[0] % math.prod(sharding.mesh.shape[name] for name in names):
+        first = None
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(first, *sharding.spec[1:]))
+    return jax.ShapeDtypeStruct((saved[0], *leaf.shape[1:]), leaf.dtype, sharding=sharding)
 
 
 def has_saved_shape(

@@ -1,21 +1,21 @@
 """The saved state of a run, read in parts."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from fedpax.algorithm import Params
-from fedpax.checkpoints.client_stores import complete_rows
-from fedpax.checkpoints.orbax_files import ocp, open_to_read, restore_item
-from fedpax.checkpoints.participant_states import check_same_leaves, saved_struct
-from fedpax.checkpoints.saved_rounds import (
+from fedpax.checkpoints.checkpoint_files import (
     damaged_checkpoint,
     find_damage,
     find_own_damage,
     lineage,
 )
+from fedpax.checkpoints.orbax_files import ocp, open_to_read, restore_item
+from fedpax.checkpoints.participant_states import check_same_leaves, has_saved_shape
+from fedpax.checkpoints.saved_stores import complete_rows
 from fedpax.errors import ArgumentError
 from fedpax.run_files.configuration import flatten, read_configuration_json
 from fedpax.run_files.evaluations import Evaluations
@@ -142,22 +142,14 @@ def best_round(job_log_dir: str | Path) -> int:
             f"{folder} keeps no best model (training.keep_best={keep_best}), expected a metric "
             "there. Load the newest model, or train with --training.keep_best=loss."
         )
-    saved = among(
-        read_log(folder, last_rounds).lines, complete_rounds(folder / CHECKPOINTS), keep_best
-    )
+    rounds, lines = complete_rounds(folder / CHECKPOINTS), read_log(folder, last_rounds).lines
+    saved = Evaluations([line for line in lines if line["round"] in rounds], keep_best, 0)
     if not saved.best_round:
         raise FileNotFoundError(
             f"{folder} has no complete checkpoint of an evaluation with {keep_best}, expected at "
             "least one. Train there first."
         )
     return saved.best_round
-
-
-def among(
-    lines: Iterable[Mapping[str, Any]], rounds: Collection[int], keep_best: str | None
-) -> Evaluations:
-    """Return the evaluations of some rounds, such as those that are saved."""
-    return Evaluations([line for line in lines if line["round"] in rounds], keep_best, 0)
 
 
 def _find(
@@ -205,7 +197,7 @@ def _restore_args(
     stored, wanted = ocp.tree.to_flat_dict(saved), ocp.tree.to_flat_dict(like)
     check_same_leaves(wanted, stored, step)
     for path, leaf in wanted.items():
-        saved_struct(leaf, tuple(stored[path].shape), path)  # raises where shapes differ
+        has_saved_shape(leaf, tuple(stored[path].shape), path)  # raises where shapes differ
     # Shapes need no restore argument: they are equal.
     restore_args = ocp.ArrayRestoreArgs
     return {p: restore_args(sharding=x.sharding, dtype=x.dtype) for p, x in wanted.items()}

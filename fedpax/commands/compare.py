@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-from fedpax.checkpoints.saved_rounds import check_latest_round
+from fedpax.checkpoints.checkpoint_files import check_latest_round
 from fedpax.comma_lists import split_list
 from fedpax.commands.parts.devices import num_cores
 from fedpax.commands.parts.options import (

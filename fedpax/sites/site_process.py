@@ -15,7 +15,7 @@ import jax
 import fedpax
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.checkpoints.saved_rounds import set_aside_after
+from fedpax.checkpoints.checkpoint_files import set_aside_after
 from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import flatten, is_within_fedpax, to_json, write_configuration
 from fedpax.run_files.metrics import MetricsWriter

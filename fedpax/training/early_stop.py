@@ -8,7 +8,6 @@ import jax
 
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.exports import Exports
-from fedpax.checkpoints.saved_state import among
 from fedpax.processes.communication import gather_json
 from fedpax.run_files.evaluations import STOP, Evaluations
 from fedpax.run_files.metrics import MetricsWriter
@@ -38,7 +37,8 @@ class EarlyStop:
         if jax.process_count() > 1:
             saved = gather_json(saved)[0]
         # A better model may not have been kept, if `keep_best` was set later.
-        self._saved = among(kept, saved, training.keep_best)
+        logged = [line for line in kept if line["round"] in saved]
+        self._saved = Evaluations(logged, training.keep_best, 0)
         self._checkpoints.keep_best(self._saved.best_round)
 
     def check_metric(self, evaluate: Callable[[], HeldoutMetrics]) -> None:

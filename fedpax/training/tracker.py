@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedpax.checkpoints.saved_rounds import lineage
+from fedpax.checkpoints.checkpoint_files import lineage
 from fedpax.console import print_error
 from fedpax.errors import ArgumentError
 from fedpax.extras import check_installed

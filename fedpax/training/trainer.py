@@ -12,10 +12,10 @@ import jax
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints, CheckpointWriteError, LostCheckpointDirError
+from fedpax.checkpoints.checkpoint_files import check_latest_round
 from fedpax.checkpoints.exports import Exports
 from fedpax.checkpoints.orbax_files import Retention
 from fedpax.checkpoints.participant_states import ParticipantRule, check_rule
-from fedpax.checkpoints.saved_rounds import check_latest_round
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.checks import check_integer_fields
 from fedpax.console import count_of

@@ -27,7 +27,7 @@ READ = """
 import sys
 from fedpax.run_files.paths import complete_rounds
 from fedpax.checkpoints.saved_state import load_params
-from fedpax.checkpoints.saved_rounds import find_damage
+from fedpax.checkpoints.checkpoint_files import find_damage
 from fedpax.run_files.paths import resolve_folder
 
 folder = resolve_folder("gs://runs/run")
@@ -242,7 +242,7 @@ def test_a_run_with_parts_of_the_clients_states_resumes_on_another_machine(
 import hashlib, sys
 import jax
 from fedpax.checkpoints import load_field
-from fedpax.checkpoints.saved_rounds import find_damage
+from fedpax.checkpoints.checkpoint_files import find_damage
 from fedpax.run_files.paths import resolve_folder
 
 folder = sys.argv[1]

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from random_states import assert_same_bits
 
-from fedpax.checkpoints import client_stores, saved_rounds
+from fedpax.checkpoints import checkpoint_files, saved_stores
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.checkpoints.saved_rounds import (
+from fedpax.checkpoints.checkpoint_files import (
     DamagedCheckpointError,
     find_damage,
     lineage,
@@ -37,7 +37,7 @@ class State(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def small_stores_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_stores, "SMALL_STORES", 0)
+    monkeypatch.setattr(saved_stores, "SMALL_STORES", 0)
 
 
 def random_rows(seed: int, shape: tuple[int, ...] = (NUM_CLIENTS + 3,)) -> dict[str, np.ndarray]:
@@ -256,7 +256,7 @@ def test_damage_in_any_checkpoint_that_is_needed_is_told(
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("saved")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client_stores, "SMALL_STORES", 0)
+        patch.setattr(saved_stores, "SMALL_STORES", 0)
         save_some(folder, random_state(0), saves=8)
     return folder
 
@@ -351,7 +351,7 @@ def test_a_run_does_not_start_without_its_parents_records(
     def fail(path: Path) -> Any:
         raise TimeoutError(f"{path} cannot be read")
 
-    monkeypatch.setattr(saved_rounds, "read_json", fail)
+    monkeypatch.setattr(checkpoint_files, "read_json", fail)
     # It would delete the checkpoints that kept ones need.
     with pytest.raises(TimeoutError, match=r"parent\.json cannot be read"):
         Checkpoints(tmp_path, keep=1)
@@ -397,7 +397,7 @@ def test_a_run_that_returns_to_an_earlier_checkpoint_writes_what_changed_since(
 
 
 def test_small_stores_are_written_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_stores, "SMALL_STORES", 1 << 24)
+    monkeypatch.setattr(saved_stores, "SMALL_STORES", 1 << 24)
     save_some(tmp_path, random_state(0), saves=2, keep=9)
     assert not (tmp_path / "checkpoints" / "2" / "rows").exists()
     assert [step for step, _ in lineage(tmp_path / "checkpoints", 2)] == [2]

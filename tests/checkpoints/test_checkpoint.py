@@ -16,8 +16,8 @@ from random_states import assert_same_bits, like, random_state
 
 from fedpax.checkpoints import changed_rows, checkpoint
 from fedpax.checkpoints.checkpoint import Checkpoints, CheckpointWriteError
+from fedpax.checkpoints.checkpoint_files import find_damage, write_checksums
 from fedpax.checkpoints.exports import write_orbax
-from fedpax.checkpoints.saved_rounds import find_damage, write_checksums
 from fedpax.checkpoints.saved_state import load_field, load_params
 from fedpax.parallel.mesh import make_mesh
 from fedpax.run_files.paths import complete_rounds, latest_round

@@ -16,7 +16,7 @@ from fedpax.checkpoints.participant_states import (
     kept_participants,
     resize_participants,
     resize_weights,
-    saved_placed_struct,
+    saved_struct,
 )
 
 counts = st.integers(1, 9)
@@ -112,7 +112,7 @@ def test_a_device_reads_its_share_where_the_axis_divides_the_saved_number(
     mesh = jax.make_mesh((2, 4), ("islands", "fsdp"), axis_types=(kind,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec("islands", "fsdp"))
     wanted = jax.ShapeDtypeStruct((2, 8), jnp.float32, sharding=sharding)
-    struct = saved_placed_struct(wanted, n)
+    struct = saved_struct(wanted, (n, *wanted.shape[1:]), ("w",), wanted.shape[0])
     assert (struct.shape, struct.sharding.spec) == ((n, 8), PartitionSpec(read, "fsdp"))
     saved = np.random.default_rng(n).normal(size=(n, 8)).astype(np.float32)
     with jax.set_mesh(mesh):

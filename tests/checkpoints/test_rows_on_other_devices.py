@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from random_states import assert_same_bits
 
-from fedpax.checkpoints import changed_rows, client_stores
+from fedpax.checkpoints import changed_rows, saved_stores
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.checkpoints.saved_rounds import lineage
+from fedpax.checkpoints.checkpoint_files import lineage
 from fedpax.checkpoints.saved_state import load_field
 from fedpax.clients import ClientStore, client_store
 from fedpax.parallel.mesh import make_mesh
@@ -69,13 +69,13 @@ def like(state: State) -> State:
 
 def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the bytes of each range of rows that is read."""
-    sizes, read_rows = [], client_stores._read_rows
+    sizes, read_rows = [], saved_stores._read_rows
 
     def record(*arguments: Any) -> np.ndarray:
         sizes.append((rows := read_rows(*arguments)).nbytes)
         return rows
 
-    monkeypatch.setattr(client_stores, "_read_rows", record)
+    monkeypatch.setattr(saved_stores, "_read_rows", record)
     return sizes
 
 
@@ -83,9 +83,9 @@ def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_rows_come_back_on_any_number_of_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_stores: int
 ) -> None:
-    monkeypatch.setattr(client_stores, "SMALL_STORES", small_stores)
+    monkeypatch.setattr(saved_stores, "SMALL_STORES", small_stores)
     monkeypatch.setattr(changed_rows, "CHUNK_BYTES", 1 << 11)
-    monkeypatch.setattr(client_stores, "RANGE_BYTES", 1 << 13)
+    monkeypatch.setattr(saved_stores, "RANGE_BYTES", 1 << 13)
     read = record_reads(monkeypatch)
     expected: Any = None
     for number, devices in enumerate((8, 3, 6, 1, 8), 1):

@@ -18,7 +18,7 @@ import pytest
 from small_regression import ModelConfig, Regression, regression
 
 from fedpax.checkpoints import checkpoint
-from fedpax.checkpoints.saved_rounds import DamagedCheckpointError, set_aside_after
+from fedpax.checkpoints.checkpoint_files import DamagedCheckpointError, set_aside_after
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.console import hide_late_writes
 from fedpax.errors import ConfigurationError

@@ -16,7 +16,7 @@ from PIL import Image
 from small_runs import Command
 
 from fedpax import deploy
-from fedpax.checkpoints.saved_rounds import find_damage, write_checksums
+from fedpax.checkpoints.checkpoint_files import find_damage, write_checksums
 from fedpax.commands.parts.options import configure
 from fedpax.data import load, prepare
 from fedpax.deploy.nodes.kept_state import KeptState, read_position

@@ -15,7 +15,7 @@ from tracker_server import Server, use
 
 import fedpax
 from fedpax.checkpoints import load_params
-from fedpax.checkpoints.saved_rounds import DamagedCheckpointError
+from fedpax.checkpoints.checkpoint_files import DamagedCheckpointError
 from fedpax.commands.parts.options import configure
 from fedpax.deploy.batch_training import (
     for_workers,

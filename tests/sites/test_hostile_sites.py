@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from fedpax.checkpoints.saved_rounds import complete_rounds
 from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.experiments.fedavg_text import fedavg_lora_text
+from fedpax.run_files.paths import complete_rounds
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.run_coordinator import run_coordinator
 from fedpax.sites.site_process import identify

@@ -11,7 +11,7 @@ import pytest
 from small_regression import shared_compilation, single_client
 
 from fedpax.checkpoints.checkpoint import LostCheckpointDirError
-from fedpax.checkpoints.saved_rounds import find_damage, write_checksums
+from fedpax.checkpoints.checkpoint_files import find_damage, write_checksums
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.commands.compare import compare
 from fedpax.errors import ConfigurationError

@@ -22,9 +22,9 @@ from small_regression import shared_compilation
 from small_stores import POPULATION, stores
 from tracker_server import Server, use
 
-from fedpax.checkpoints import changed_rows, client_stores
+from fedpax.checkpoints import changed_rows, saved_stores
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.checkpoints.saved_rounds import find_damage, lineage
+from fedpax.checkpoints.checkpoint_files import find_damage, lineage
 from fedpax.checkpoints.saved_state import load_field, load_params
 from fedpax.clients import ClientStore, client_store
 from fedpax.run_files.paths import complete_rounds, latest_round
@@ -50,16 +50,14 @@ def compile_once() -> Iterator[None]:
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unbroken")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            client_stores, "SMALL_STORES", client_stores.SMALL_STORES
-        )  # `build` changes it
+        patch.setattr(saved_stores, "SMALL_STORES", saved_stores.SMALL_STORES)  # `build` changes it
         train(stores(), folder)
     return folder
 
 
 @pytest.fixture(autouse=True)
 def small_stores_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_stores, "SMALL_STORES", 0)
+    monkeypatch.setattr(saved_stores, "SMALL_STORES", 0)
 
 
 def state_of(folder: Path, number: int = 16) -> Any:

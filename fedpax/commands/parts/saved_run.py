@@ -10,7 +10,7 @@ import jax
 from absl import flags
 
 from fedpax.algorithm import Params
-from fedpax.checkpoints.saved_rounds import DamagedCheckpointError, find_own_damage
+from fedpax.checkpoints.checkpoint_files import DamagedCheckpointError, find_own_damage
 from fedpax.checkpoints.saved_state import best_round, load_params
 from fedpax.commands.parts.devices import enable_compilation_cache, provide_devices
 from fedpax.commands.parts.options import check_job_log_dir, override

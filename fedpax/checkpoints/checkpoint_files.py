@@ -1,4 +1,4 @@
-"""The checkpoints of a run: their checksums, parents, and damaged or deleted ones."""
+"""The files of checkpoints: their checksums, parents, and damaged or deleted ones."""
 
 import base64
 import errno

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int64
 
+from fedpax.checkpoints.checkpoint_files import Parent
 from fedpax.checkpoints.orbax_files import ocp, open_array, open_to_read, restore_item
-from fedpax.checkpoints.saved_rounds import Parent
 from fedpax.clients.row_blocks import RowBlocks, on_devices_of, row_blocks, write_rows
 from fedpax.clients.store import ClientStore
 

@@ -93,6 +93,7 @@ class FedAvgFiles(ClientExperiment):
         """Read `table.json`, so that a model keeps its columns and classes on other files."""
         if (path := folder / INPUTS).is_file():
             self.__dict__["_saved_inputs"] = read_saved_inputs(path, self.data)
+        self.__dict__["_of_site"] = self._is_site
 
     def write_inputs(self, folder: Path) -> None:
         """Write `table.json`, which `Label` and `TableFeatures` read: the label and columns."""
@@ -207,6 +208,8 @@ class FedAvgFiles(ClientExperiment):
 
     def sharded_sizes(self) -> list[ShardedSize]:
         """Return the size that the axis of clients divides."""
+        if self._is_site:
+            return super().sharded_sizes()
         size = min(self.cohort.size, len(self.training_parts))
         return [ShardedSize("cohort.size", size, ("clients",))]
 
@@ -321,7 +324,7 @@ class FedAvgFiles(ClientExperiment):
 
     def build(self) -> Run:
         """Read the files, and make the run; a method's own models are evaluated by client."""
-        fitting = self.sized(len(self.training_parts))
+        fitting = self if self._is_site else self.sized(len(self.training_parts))
         if fitting is not self:
             run = fitting.build()
             # Made once: on the mesh of the run, means would differ in their last digit.

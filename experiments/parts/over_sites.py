@@ -44,8 +44,12 @@ class OverSites:
 
     @property
     def least_clients(self) -> int:
-        """The fewest clients of a round: with fewer, no sum is opened."""
-        return getattr(getattr(self, "aggregator", None), "min_participants", None) or 1
+        """The fewest clients of a round: with fewer, no sum is opened, or it would be 0."""
+        experiment: Any = self
+        if not hasattr(self, "aggregator"):
+            return 1
+        least: int = experiment.aggregator.least_clients(experiment.cohort.size)
+        return max(least, getattr(experiment.aggregator, "min_participants", None) or 1)
 
     @property
     def agreed(self) -> Sequence[str]:
@@ -69,6 +73,8 @@ class OverSites:
     def sized(self, num_clients: int) -> Self:
         """Return the experiment with at most as many clients in a round as there are."""
         experiment: Any = self
+        if hasattr(self, "aggregator") and num_clients < experiment.cohort.size:
+            experiment.aggregator.check_cohort(num_clients, of_all=True)
         cohort = dataclasses.replace(
             experiment.cohort, size=min(experiment.cohort.size, num_clients)
         )

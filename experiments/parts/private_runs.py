@@ -139,12 +139,9 @@ def describe_privacy(experiment: PrivateRun, *, in_stages: bool = False) -> tupl
 
 
 def _describe_amplification(experiment: PrivateRun, accountant: PrivacyAccountant) -> list[str]:
-    """State the smaller epsilon of Poisson sampling in one program; nothing of other sampling.
-
-    It holds if the output does not show who joined. `private_mean` adds its noise also to a round
-    that nobody joins; a mean with `min_participants` shows by an exact 0 that too few joined. Sites
-    know `cohort.seed`, and so who joined.
-    """
+    """State the smaller epsilon of Poisson sampling in one program; nothing of other sampling."""
+    # It holds if the output does not show who joined: `private_mean` adds its noise to any round; a
+    # mean with `min_participants` can be exactly 0. Sites know `cohort.seed`, and so who joined.
     probability = experiment.cohort.sampling_probability
     is_private_mean = isinstance(experiment.aggregator, AggregatorConfig.of("private_mean"))
     if probability is None or not is_private_mean:

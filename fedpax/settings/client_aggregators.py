@@ -1,5 +1,6 @@
 """Aggregators as configuration: the functions of `fedpax.aggregators`, with their settings."""
 
+import bisect
 import dataclasses
 import inspect
 import math
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from fedpax import aggregators
 from fedpax.aggregators import Aggregator, chain, codecs
+from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 from fedpax.settings.function_settings import FunctionSettings, accepted, is_choice
 
@@ -108,19 +110,16 @@ class AggregatorConfig(FunctionSettings):
         return aggregator
 
     def for_statistics(self, seed: int, num_clients: int) -> StatisticsAggregator:
-        """Make the aggregator of means and variances of a run.
-
-        It is the aggregator of the run: private, secure or robust. Two differ: one that compresses
-        is replaced by the mean, because these are few numbers, sent once. A clipping norm that
-        follows a quantile stays at its first value.
-        """
+        """Make the aggregator of a run for its means and variances."""
+        # They are few numbers, sent once: they are not compressed, and a clipping norm that follows
+        # a quantile stays at its first value.
         settings: Any = self
         fields = {field.name for field in dataclasses.fields(self)}
         if {"codec", "num_levels"} & fields:
             settings = aggregator("mean")
         elif "quantile" in fields and settings.quantile is not None:
             settings = dataclasses.replace(settings, quantile=None)
-        settings.check_cohort(num_clients)
+        settings.check_cohort(num_clients, of_all=True)
         made = settings.make((seed + 0x5EED5) % 2**31, num_clients)
         if "max_norm" in fields:
             least = NOISY_DEVIATION if getattr(settings, "noise_multiplier", 0) else 0.0
@@ -135,30 +134,45 @@ class AggregatorConfig(FunctionSettings):
         limits = {} if made.limits is None else made.limits(cohort_size)
         return {name: most for name, most in limits.items() if hasattr(self, name)}
 
-    def check_cohort(self, cohort_size: int) -> None:
-        """Check that the settings fit the size of a cohort."""
+    def least_clients(self, cohort_size: int) -> int:
+        """Return the fewest clients that settings take which fit the size of a cohort."""
+
+        def is_taken(number: int) -> bool:
+            try:
+                self.check_cohort(number)
+            except ArgumentError:
+                return False
+            return True
+
+        return 1 + bisect.bisect_left(range(1, cohort_size), True, key=is_taken)
+
+    def check_cohort(self, cohort_size: int, *, of_all: bool = False) -> None:
+        """Check that the settings fit the size of a cohort, or the number of all clients."""
+        size, more = f"cohort.size={cohort_size}", "use a larger --cohort.size"
+        if of_all:
+            size = count_of(cohort_size, "client") + " in all"
+            more = "add clients, or choose another --aggregator"
         share = getattr(self, "trim_fraction", 0)
         if 0 < share * cohort_size < 1 - 1e-9:
             least = math.ceil(1000 / cohort_size) / 1000
             remedy = f"Set --aggregator.trim_fraction={least:g} or more"
             raise ArgumentError(
-                f"aggregator.trim_fraction={share:g} with cohort.size={cohort_size} leaves out no "
-                f"client, expected a client at each end. "
-                f"{remedy if cohort_size > 2 else 'Use a larger --cohort.size'}, or 0 for the mean "
-                "of all clients."
+                f"aggregator.trim_fraction={share:g} with {size} leaves out no client, expected a "
+                f"client at each end. {remedy if cohort_size > 2 else more.capitalize()}, or 0 for "
+                "the mean of all clients."
             )
         for name, most in self.limits(cohort_size).items():
             value = getattr(self, name)
             if value is None or value <= most:
                 continue
-            at = f"aggregator.{name}={value} with cohort.size={cohort_size}"
+            at = f"aggregator.{name}={value} with {size}"
             try:
                 dataclasses.replace(self, **{name: most})
             except ValueError:  # the limit is below the smallest value of the setting
-                raise ArgumentError(f"{at}: too few clients. Use a larger --cohort.size.") from None
+                raise ArgumentError(f"{at}: too few clients. {more.capitalize()}.") from None
             raise ArgumentError(
                 f"{at}: expected at most {most}. Set --aggregator.{name} to at most {most}, or "
-                "change --cohort.size."
+                f"{more if of_all else 'change --cohort.size'}."
             )
 
 

@@ -129,16 +129,7 @@ class MethodConfig(FunctionSettings):
         return not hasattr(self, "num_clusters")
 
     def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
-        """Make the algorithm.
-
-        Args:
-            loss_fn: the clients' loss.
-            settings: the settings that all methods share.
-
-        Raises:
-            ArgumentError: the method does not take the aggregator, or it is private, and the method
-                sends more than updates that changes the model.
-        """
+        """Make the algorithm; raise an `ArgumentError` for an aggregator that does not fit it."""
         algorithm: FederatedAlgorithm = self.call(settings.arguments(loss_fn))
         if settings.aggregator is not None and settings.aggregator.accountant is not None:
             self.check_private("a private aggregator", algorithm.sent_exactly)

@@ -84,14 +84,7 @@ class CohortConfig(CheckedConfig):
         return 1 if self.chunk_size == "auto" else self.chunk_size
 
     def fit(self, mesh: Mesh, loss_fn: LossFn, params: Params, batches: chex.ArrayTree) -> Self:
-        """Replace "auto" by the number of clients that fit on a device.
-
-        Args:
-            mesh: the mesh of the run.
-            loss_fn: the training loss.
-            params: types of the model's parameters.
-            batches: types of the batches of a round, `[clients, steps, batch, ...]`.
-        """
+        """Replace "auto" by the number of clients that fit on a device, from types of a round."""
         device, clients = mesh.devices.flat[0], -(-self.size // mesh.shape.get("clients", 1))
         if self.chunk_size != "auto" or device.platform == "cpu":
             return self

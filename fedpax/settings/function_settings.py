@@ -147,9 +147,7 @@ def documented_by(*functions: Callable[..., Any]) -> Callable[[Class], Class]:
 def passes_on(*functions: Callable[..., Any], sets: Collection[str]) -> Callable[[Made], Made]:
     """Give a function with `**arguments` the types, defaults and texts of the arguments it passes.
 
-    Args:
-        *functions: the functions that get the arguments.
-        sets: the arguments of these functions that the decorated function sets itself.
+    It passes all arguments of `functions` but those that it `sets` itself.
     """
 
     def decorate(made: Made) -> Made:

@@ -162,7 +162,7 @@ class Agreement:
         """Wait until so many sites are there; False at a signal."""
         note = f"waiting for {count_of(number, 'site')}"
         if self._least_clients > 1:
-            note += f" with {self._least_clients} clients, aggregator.min_participants"
+            note += f" with {self._least_clients} clients, the fewest of --aggregator"
         self._exchange.waits_for = note.removeprefix("waiting for ")
         if self._exchange.has_refused and not self._exchange.present(ready=False):
             note += ": all are refused. Mend their data or flags, then start them again"
@@ -170,9 +170,24 @@ class Agreement:
 
         def enough() -> bool:
             self._watch.update()
-            return self.has_enough(least if self._exchange.has_refused else number, ready=ready)
+            needed = least if self._exchange.has_refused else number
+            is_enough = self.has_enough(needed, ready=ready)
+            present = self._exchange.present(ready=ready)
+            if not is_enough and len(present) >= needed:
+                self._tell_few_clients(sum(site.count for site in present))
+            return is_enough
 
         return self._exchange.wait_for(enough, self._stop)
+
+    def _tell_few_clients(self, count: int) -> None:
+        """Tell once that all sites have too few clients, also to sites."""
+        told = (
+            f"more sites: those that are here have {count_of(count, 'client')}, and --aggregator "
+            f"needs {self._least_clients}. Or change it, or its settings, in all commands"
+        )
+        if told != self._exchange.waits_for:
+            self._exchange.waits_for = told
+            self._progress.note(f"waiting for {told}")
 
     def agree(self, number: int, least: int) -> bool:
         """Make the inputs that all sites share, from what they tell; False at a signal."""

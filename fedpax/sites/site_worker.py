@@ -166,8 +166,12 @@ class SiteWorker:
                 )
             divided, args = self._experiment.answer(header["settings"], clients)
             self._questions = {token: (divided, divided.own(*args))}
+            self._between = token, {}
         divided, own = self._questions[token]
-        rows = {k: {name: x[k] for name, x in own.items()} for k in header["clients"]}
+        kept = self._between[1]
+        rows = {
+            k: {name: x[k] for name, x in own.items()} | kept.get(k, {}) for k in header["clients"]
+        }
         return {}, self._run_clients(divided, header, arrays, rows)
 
     def _program(self, clients: ClientRange) -> _Program:

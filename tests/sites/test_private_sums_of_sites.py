@@ -94,7 +94,7 @@ def test_the_coordinator_waits_for_min_participants(tmp_path: Path, notes: list[
 
     class Last(Line):
         def call(self, message: Message, timeout: float) -> Message:
-            told = "waiting for 3 sites with 6 clients, aggregator.min_participants"
+            told = "waiting for 3 sites with 6 clients, the fewest of --aggregator"
             while len([*self._exchange.sites]) < 3 or told not in notes:
                 time.sleep(0.01)
             time.sleep(0.5)

@@ -1,0 +1,69 @@
+"""Krum over sites with tables: the coordinator waits for its clients, and a site may have one."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedpax.run_files.metrics import read_metrics, select
+from fedpax.settings.client_aggregators import aggregator
+from fedpax.sites.round_rules import RoundRules
+from fedpax.transport.message import Message
+from sites.federation import Line, run, write_hospitals
+from sites.test_equals_training import SIZES, experiment, train_together
+
+KRUM = {"aggregator": aggregator("krum", num_byzantine=1), "rounds": 1}
+TOLD = (
+    "waiting for more sites: those that are here have 3 clients, and --aggregator needs 5. Or "
+    "change it, or its settings, in all commands"
+)
+
+
+def test_the_coordinator_waits_for_the_clients_of_krum(tmp_path: Path, notes: list[str]) -> None:
+    """Sites a and b have three clients, which are enough for --min_sites and too few for Krum."""
+
+    class Last(Line):
+        def call(self, message: Message, timeout: float) -> Message:
+            while TOLD not in notes:
+                time.sleep(0.01)
+            return super().call(message, timeout)
+
+    write_hospitals(tmp_path / "data", SIZES)
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", **KRUM) for s in SIZES}
+    rules, folder = RoundRules(2, 60.0), tmp_path / "runs"
+    outcome = run(experiment(**KRUM), sites, folder, rules=rules, lines={"c": Last})
+    whole = experiment(f"{tmp_path}/data/*/*.csv", **KRUM)
+    for leaf, other in zip(outcome.params, train_together(whole, 1), strict=True):
+        assert np.abs(other).max() > 0.01
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
+    # `fedpax evaluate` of a site with one client.
+    site = experiment(f"{tmp_path}/data/b/*.csv", **KRUM)
+    site.read_inputs(folder / "b")
+    (line,) = select(read_metrics(folder / "b"), "evaluation")
+    evaluate = site.build().evaluate
+    assert evaluate is not None
+    assert evaluate(outcome.coordinator.params)["loss"] == pytest.approx(line["loss"], rel=1e-5)
+
+
+def test_training_names_the_number_of_its_clients(tmp_path: Path) -> None:
+    write_hospitals(tmp_path, {"a": (40, 25, 30)})
+    words = r"num_byzantine=1 with 3 clients in all: expected at most 0\. .*or add clients, or"
+    with pytest.raises(ValueError, match=words):
+        experiment(f"{tmp_path}/a/*.csv", **KRUM).build()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "least"),
+    [
+        ("mean", {}, 1),
+        ("krum", {"num_byzantine": 2, "num_selected": 5}, 9),
+        ("bulyan", {"num_byzantine": 1}, 7),
+        ("trimmed_mean", {"trim_fraction": 0.25}, 4),
+        ("private_secure_mean", {"min_participants": 6}, 6),
+    ],
+)
+def test_the_fewest_clients_of_an_aggregator(
+    name: str, settings: dict[str, float], least: int
+) -> None:
+    assert aggregator(name, **settings).least_clients(100) == least

@@ -6,8 +6,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from fedpax.run_files.metrics import read_metrics
 from fedpax.run_files.paths import METRICS
@@ -42,12 +43,16 @@ def start(
     *arguments: str,
     exp: str = "small_regression:regression",
     of_one: Sequence[str] = (),
+    variables_of_one: Mapping[str, str] = MappingProxyType({}),
 ) -> list[subprocess.Popen]:
-    """Start `fedpax train --multihost`; `of_one` are arguments of process 1 alone."""
+    """Start `fedpax train --multihost`, process 1 with arguments and variables of its own."""
     port = free_port()
     command = ["train", f"--exp={exp}", f"--job_log_dir={folder}", "--multihost", *arguments]
     return [
-        start_one([*command, *(of_one if number == 1 else ())], environment(number, count, port))
+        start_one(
+            [*command, *(of_one if number == 1 else ())],
+            environment(number, count, port) | (variables_of_one if number == 1 else {}),
+        )
         for number in range(count)
     ]
 

@@ -18,6 +18,7 @@ from fedpax.hlo.collectives import operand_bytes_along
 from fedpax.parallel.axes import ShardingTree, check_divisible
 from fedpax.parallel.compiler_options import run_once_options
 from fedpax.run_files.metrics import RESERVED_METRICS
+from fedpax.training.agreement import check_same_program
 from fedpax.training.experiment import Run
 from fedpax.training.spikes import report_update_norm
 from fedpax.training.spikes import skip_spikes as guard_against_spikes
@@ -82,7 +83,9 @@ def compile_round(
     if skip_spikes:
         round = guard_against_spikes(round)
     step = jax.jit(round, donate_argnums=0, out_shardings=(shardings, replicated))
-    compiled = step.lower(*arguments).compile(dict(run.compiler_options or {}))
+    lowered = step.lower(*arguments)
+    check_same_program(lowered)
+    compiled = lowered.compile(dict(run.compiler_options or {}))
     return CompiledRound(
         round=compiled,
         state=state,

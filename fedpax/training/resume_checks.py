@@ -2,9 +2,7 @@
 
 import contextlib
 import difflib
-import socket
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +10,6 @@ import jax
 import numpy as np
 import optax
 
-import fedpax
 from fedpax.checkpoints.orbax_files import ocp
 from fedpax.checkpoints.participant_states import (
     ParticipantRule,
@@ -22,11 +19,9 @@ from fedpax.checkpoints.participant_states import (
     saved_leaves,
     shapes_of_same_clients,
 )
-from fedpax.clients.cohort import CohortStream, fingerprint
 from fedpax.console import count_of, print_error
 from fedpax.elastic.membership import Membership
 from fedpax.errors import ConfigurationError
-from fedpax.processes.communication import gather_json
 from fedpax.run_files.configuration import (
     class_name,
     differences,
@@ -48,8 +43,9 @@ from fedpax.run_files.paths import (
     resolve_checkpoint_dir,
     resolve_folder,
 )
+from fedpax.training.agreement import check_agreement
 from fedpax.training.experiment import Experiment
-from fedpax.training.folder_owners import LOCK, CheckpointDir, JobDirLock
+from fedpax.training.folder_owners import CheckpointDir, JobDirLock
 
 
 class ResumeOptions(NamedTuple):
@@ -288,82 +284,3 @@ def describe_state_misfit(saved_in: Path, experiment: Experiment) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-# ---- agreement: check before a run that all its processes have equal settings and versions
-
-SAME_COMMAND = (
-    "Start every process with the same command and the same installation.",
-    "Set a --job_log_dir on a file system that all hosts share.",
-)
-SAME_FILES = (
-    "The processes divide the rows of one stream: each would leave out most of its own documents.",
-    "Give all hosts the same files, in the folder that --data.data_dir names on each of them.",
-)
-
-SECONDS_UNTIL_VISIBLE = 10.0
-"""Seconds that network file systems may take to show a file that another host has created."""
-
-
-def check_agreement(folder: Path, experiment: Experiment, saved_in: Path | None = None) -> None:
-    """Check that processes agree on experiment, folder and versions: else they wait forever."""
-    if jax.process_count() == 1:
-        return
-    saved_in = folder if saved_in is None else saved_in
-    settings = {
-        "the version of fedpax": fedpax.__version__,
-        "the version of jax": jax.__version__,
-        **{f"--{path}": repr(value) for path, value in flatten(to_json(experiment))},
-        f"the newest checkpoint in {saved_in}": f"round {latest_round(saved_in) or 0}",
-    }
-    if saved_in == folder:
-        lock = folder / LOCK
-        deadline = time.monotonic() + SECONDS_UNTIL_VISIBLE
-        while not lock.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        settings["what process 0 writes into --job_log_dir"] = (
-            "present" if lock.exists() else "missing"
-        )
-    everyone = gather_json({**settings, "host": socket.gethostname()})
-    if difference := describe_difference(everyone):
-        raise ConfigurationError(difference)
-
-
-def check_same_data(cohorts: CohortStream) -> dict[str, str]:
-    """Check that the processes have the same data; return its fingerprint."""
-    # With other files under the same name, each process would leave out most of its documents. With
-    # one process, nothing is compared.
-    data_fingerprint = fingerprint(cohorts)
-    if jax.process_count() > 1:
-        everyone = gather_json(
-            {f"the data set {name}": text for name, text in data_fingerprint.items()}
-            | {"host": socket.gethostname()}
-        )
-        if difference := describe_difference(everyone, SAME_FILES):
-            raise ConfigurationError(difference)
-    return data_fingerprint
-
-
-def describe_difference(
-    everyone: list[Mapping[str, str]], remedies: Sequence[str] = SAME_COMMAND
-) -> str | None:
-    """Describe how processes differ from process 0."""
-    first = everyone[0]
-    lines = [
-        f"  process {number} on {process['host']}: {name} is {process.get(name, 'missing')}, in "
-        f"process 0 on {first['host']} it is {first.get(name, 'missing')}"
-        for number, process in enumerate(everyone)
-        for name in sorted(process.keys() | first.keys())
-        if name != "host" and process.get(name) != first.get(name)
-    ]
-    if not lines:
-        return None
-    more = [f"  and {count_of(len(lines) - 10, 'more difference')}"] if len(lines) > 10 else []
-    return "\n".join(
-        [
-            "The processes of the job differ, expected the same in all of them:",
-            *lines[:10],
-            *more,
-            *remedies,
-        ]
-    )

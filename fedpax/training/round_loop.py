@@ -20,6 +20,7 @@ from fedpax.processes.communication import gather_json
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.goodput import GoodputClock, line_values
 from fedpax.run_files.metrics import MetricsWriter
+from fedpax.training.agreement import check_same_state
 from fedpax.training.compiled_round import CompiledLengths, CompiledRound, compile_round, init_state
 from fedpax.training.diagnostics import Profile
 from fedpax.training.early_stop import EarlyStop
@@ -102,6 +103,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         if state is None:
             self._restart_from_checkpoint()
         else:
+            check_same_state(state, self.done)
             self._early_stop.check_metric(functools.partial(heldout_metrics, self._run, state))
             self._open(state)
 

@@ -34,6 +34,7 @@ from fedpax.run_files.paths import (
     resolve_checkpoint_dir,
     resolve_job_log_dir,
 )
+from fedpax.training.agreement import check_same_data
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.diagnostics import Watchdog, check_profile_at
 from fedpax.training.early_stop import EarlyStop
@@ -44,7 +45,6 @@ from fedpax.training.resume_checks import (
     ResumeOptions,
     TrainingJob,
     check_configuration,
-    check_same_data,
     lock_run,
 )
 from fedpax.training.round_logger import NonFiniteError

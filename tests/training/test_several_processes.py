@@ -1,6 +1,7 @@
 """Several processes train one run, as on several hosts: same result, one writer, one end."""
 
 import dataclasses
+import os
 import re
 import signal
 import time
@@ -17,8 +18,8 @@ from test_resume_on_other_islands import streaming_islands
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.run_files.paths import complete_rounds, latest_round
+from fedpax.training.agreement import describe_difference
 from fedpax.training.experiment import Run
-from fedpax.training.resume_checks import describe_difference
 from fedpax.training.trainer import train
 
 ENDLESS = ("--pause=0.1", "--training.rounds=100000", "--training.checkpoint_every=0")
@@ -201,6 +202,51 @@ def test_processes_that_differ_say_so(tmp_path: Path) -> None:
         assert "what process 0 writes into --job_log_dir is missing" in errors
         assert "Set a --job_log_dir on a file system that all hosts share." in errors
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["JAX_ENABLE_X64", "JAX_THREEFRY_PARTITIONABLE"])
+def test_processes_with_other_settings_of_jax_say_so(tmp_path: Path, name: str) -> None:
+    value = str(not getattr(jax.config, name.lower()))
+    for status, _, errors in finish(start(2, tmp_path, variables_of_one={name: value})):
+        assert status == 2
+        assert f"{name} is {value}, in process 0" in errors and "environment variables" in errors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StaleCode(Regression):
+    """A run whose code differs between hosts: a variable stands for another file."""
+
+    def build(self) -> Run:
+        stale = os.environ.get("STALE")
+        rate = 0.5 if stale == "round" else self.learning_rate
+        run = dataclasses.replace(self, learning_rate=rate).build_regression()
+        shift = 1.0 if stale == "init" else 0.0
+        init = run.init
+        return run._replace(init=lambda key: jax.tree.map(lambda x: x + shift, init(key)))
+
+    build_regression = Regression.build
+
+
+def stale_code() -> StaleCode:
+    """Local SGD by other code in process 1."""
+    return StaleCode(training=regression().training, mesh=regression().mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stale", "message"),
+    [
+        ("round", "the hash of the round's program is "),
+        ("init", "The state of round 0 differs between process 0 and process 1"),
+    ],
+)
+def test_processes_with_other_code_say_so(tmp_path: Path, stale: str, message: str) -> None:
+    exp = "test_several_processes:stale_code"
+    for status, _, errors in finish(start(2, tmp_path, exp=exp, variables_of_one={"STALE": stale})):
+        assert status == 2
+        assert message in errors and "Give all hosts the same files of code" in errors
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_differences_are_listed_up_to_ten() -> None:

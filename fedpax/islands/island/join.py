@@ -37,9 +37,9 @@ from fedpax.sites.site_process import (
     open_files,
     patience,
 )
+from fedpax.training.agreement import check_same_data
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.progress import describe_devices
-from fedpax.training.resume_checks import check_same_data
 from fedpax.training.startup_report import check_processes
 from fedpax.transport.calls import Connection, connect
 

@@ -193,7 +193,7 @@ COMMANDS = {
         """\
   fedpax join --exp=NAME --syncer=HOST:PORT --job_log_dir=DIR [--certificates=DIR] [--name=NAME]
               [--shard=K] [--server_name=NAME] [--give_up_after=600] [--multihost]
-              [--only_sums_of=3] [--personal] [--FIELD=VALUE ...]
+              [--only_sums_of=3] [--personal] [--no_metrics] [--FIELD=VALUE ...]
       Train one island of an experiment on this machine's devices, or with --multihost on the
       devices of all processes started with the same command, until the syncer has finished. If it
       waits for a syncer that does not answer for --give_up_after seconds, it saves and stops. Of an

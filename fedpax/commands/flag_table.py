@@ -187,6 +187,7 @@ FLAGS = {
         0,
         least=0,
     ),
+    "no_metrics": Flag("send no metrics on this site's held-out examples", False),
     "personal": Flag("evaluate a model of each client's own after the rounds over sites", False),
     "certificates": Flag("this site's folder, as `fedpax certificates` makes one for each name"),
     "name": Flag("the island's or site's name; default: its certificate's, or its folder's"),

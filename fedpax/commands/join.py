@@ -70,6 +70,7 @@ def _take_part(options: flags.FlagValues, experiment: Any, folder: Path) -> int:
         options.syncer,
         only_sums_of=options.only_sums_of,
         personal=options.personal,
+        no_metrics=options.no_metrics,
         **_common(options),
     )
     has_model = latest_round(folder) is not None

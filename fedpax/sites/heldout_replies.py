@@ -14,6 +14,33 @@ A site whose values are hidden sends no metrics of fewer: models that the coordi
 single examples off them."""
 
 
+MOST_EVALUATIONS = 20
+"""Evaluations that a site answers beside one for each round that it is asked to train in."""
+
+
+class Allowance:
+    """Counts the evaluations that a site may still answer."""
+
+    def __init__(self, rounds: int = 0, evaluations: int = 0, *, sends: bool = True) -> None:
+        self._sends, self._left = sends, MOST_EVALUATIONS + rounds - evaluations
+        self._round = ""  # token of the last one
+
+    def add_round(self, token: str) -> None:
+        """Note a round that the site is asked to train in."""
+        self._left += token != self._round
+        self._round = token
+
+    def refuse(self) -> str:
+        """Count an evaluation, and return why it is not answered, or ""."""
+        self._left -= 1
+        if self._left < 0:
+            return (
+                f"of more models: it answers {MOST_EVALUATIONS} evaluations, and one for each "
+                "round that it trains in. Set a larger --training.evaluate_every"
+            )
+        return "" if self._sends else "of its held-out examples: it has --no_metrics"
+
+
 def make_reply(
     run: SiteRun, means: Mapping[str, float], *, is_hidden: bool, per_example: int
 ) -> Json:

@@ -13,7 +13,7 @@ from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
 from fedpax.run_files.metrics import with_quantiles
 from fedpax.sites.coordinator_program import batch_types, divide
-from fedpax.sites.heldout_replies import make_reply
+from fedpax.sites.heldout_replies import Allowance, make_reply
 from fedpax.sites.round_rules import weigh
 from fedpax.sites.secret_terms import TASK as SUM
 from fedpax.sites.secret_terms import SecretTerms, Uplink
@@ -78,11 +78,13 @@ class SiteWorker:
         on_metrics: Callable[[int, dict[str, float]], None],
         sums: SecretTerms | None = None,
         personal: bool = False,
+        allowance: Allowance | None = None,
     ) -> None:
         assert isinstance(experiment, SiteExperiment)
         self._experiment, self._seed = experiment, seed
         self._save, self._on_metrics = save, on_metrics
         self._sums = SecretTerms("site") if sums is None else sums
+        self._allowance = allowance or Allowance()
         self._kept = KeptValues(folder)
         self._programs: dict[ClientRange, _Program] = {}
         self._questions: dict[str, tuple[Stages, Mapping[str, jax.Array]]] = {}
@@ -193,6 +195,7 @@ class SiteWorker:
         stage, clients = header["stage"], header["clients"]
         names = {k: program.run.names[k - own_clients.first] for k in clients}
         if stage == 0:
+            self._allowance.add_round(token)
             self._kept.settle(header["counted"], token)
             self._between, self._unsent = (token, {}), {}
         elif self._between[0] != token:
@@ -306,6 +309,8 @@ class SiteWorker:
             self._save(header["round"], tuned, FINE_TUNED)
         if run.evaluate is None:
             return {"metrics": {}, "examples": 0}
+        if why := self._allowance.refuse():
+            return {"metrics": {}, "examples": 0, "withheld": why}
         measured = with_quantiles(run.evaluate(params))
         if self._personal and header["save"]:
             measured |= self._evaluate_personal(params)

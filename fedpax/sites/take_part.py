@@ -17,6 +17,7 @@ from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.metrics import MetricsWriter, read_metrics, select
 from fedpax.run_files.paths import latest_round
 from fedpax.sites.downlink import WHOLE, Receiver
+from fedpax.sites.heldout_replies import Allowance
 from fedpax.sites.run_coordinator import check_supported
 from fedpax.sites.secret_terms import SecretTerms
 from fedpax.sites.site_experiment import SiteExperiment
@@ -70,6 +71,7 @@ def take_part(
     give_up_after: float = 600.0,
     only_sums_of: int = 0,
     personal: bool = False,
+    no_metrics: bool = False,
 ) -> JoinResult:
     """Train on this site's data, which stay here, in the rounds that a coordinator asks for."""
     if only_sums_of and only_sums_of < 2:
@@ -97,6 +99,7 @@ def take_part(
                 give_up_after=give_up_after,
                 sums=SecretTerms(site_name, only_sums_of, signer_of(certificates)),
                 personal=personal,
+                sends_metrics=not no_metrics,
             )
             if only_sums_of == 2:
                 progress.note(
@@ -124,6 +127,7 @@ class Site:
         give_up_after: float,
         sums: SecretTerms | None = None,
         personal: bool = False,
+        sends_metrics: bool = True,
     ) -> None:
         self._experiment, self._folder, self._exp = experiment, folder, exp
         self._connection, self._progress, self._stop = connection, progress, stop
@@ -133,7 +137,9 @@ class Site:
         self._metrics = contextlib.ExitStack()
         self.finished, self.gave_up = False, False
         # Rounds, also of earlier processes; a restarted coordinator repeats some.
-        self._answered = {line["round"] for line in select(read_metrics(folder), "training")}
+        lines = read_metrics(folder)
+        self._answered = {line["round"] for line in select(lines, "training")}
+        evaluations = len(select(lines, "evaluation"))
         self._worker = SiteWorker(
             experiment,
             folder,
@@ -142,6 +148,7 @@ class Site:
             on_metrics=self._note_metrics,
             sums=sums or SecretTerms(name),
             personal=personal,
+            allowance=Allowance(len(self._answered), evaluations, sends=sends_metrics),
         )
         self._file = read_run(folder)
         self._run = self._file.run

@@ -106,6 +106,7 @@ def run(
     done: int = 0,
     may_be_refused: Sequence[str] = (),
     personal: bool = False,
+    no_metrics: Sequence[str] = (),
     signers: Mapping[str, Any] | None = None,
     on_fault: Callable[[str, str], None] = lambda name, reason: None,
 ) -> Federation:
@@ -121,6 +122,7 @@ def run(
         lines: makes the lines of some sites. Default None: whole ones.
         done: rounds that the coordinator's folder has.
         personal: whether sites evaluate models of their clients' own.
+        no_metrics: the sites that send no metrics.
         signers: what signs the keys of each site, and "coordinator"'s, which checks them. Default
             None: keys are not signed.
         on_fault: called with the name of a site and its fault.
@@ -165,9 +167,8 @@ def run(
         def join(name: str, line: Any) -> None:
             mine: list[BaseException] = []
             messages = mine if name in may_be_refused else failures
-            take_part(
-                name, sites[name], folder, line, messages, personal, (signers or {}).get(name)
-            )
+            signer, sends_metrics = (signers or {}).get(name), name not in no_metrics
+            take_part(name, sites[name], folder, line, messages, personal, signer, sends_metrics)
             refused.update((name, str(error)) for error in mine)
 
         threads = [threading.Thread(target=join, args=(name, line)) for name, line in made.items()]
@@ -228,6 +229,7 @@ def take_part(
     failures: list[BaseException],
     personal: bool = False,
     signer: Any = None,
+    sends_metrics: bool = True,
 ) -> None:
     """Run a site in this thread."""
     own = folder / name
@@ -245,6 +247,7 @@ def take_part(
             give_up_after=5.0,
             personal=personal,
             sums=SecretTerms(name, signer=signer),
+            sends_metrics=sends_metrics,
         )
         with contextlib.closing(site):
             site.run()

@@ -264,7 +264,8 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         model = fitting.make_model()
         loss_fn = fitting.make_loss(model)
         algorithm = fitting.make_algorithm(loss_fn, fitting.make_sampler(population))
-        evaluate = fitting._evaluate_on(fitting.open_heldout(preprocess)(), model)
+        heldout = fitting.open_heldout(preprocess)()
+        evaluate = fitting._evaluate_on(heldout, model) if heldout else None
         draw = drawer(rounds, fitting.make_stream(rounds, sampler), sampler)
         return SiteRun(
             algorithm,

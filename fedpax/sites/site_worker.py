@@ -307,9 +307,8 @@ class SiteWorker:
         if self._personal and header["save"] and run.fine_tune is not None:
             tuned = run.fine_tune(params)
             self._save(header["round"], tuned, FINE_TUNED)
-        if run.evaluate is None:
-            return {"metrics": {}, "examples": 0}
-        if why := self._allowance.refuse():
+        why = "of held-out examples: it has none"
+        if run.evaluate is None or (why := self._allowance.refuse()):
             return {"metrics": {}, "examples": 0, "withheld": why}
         measured = with_quantiles(run.evaluate(params))
         if self._personal and header["save"]:

@@ -15,6 +15,7 @@ from fedpax.checkpoints.saved_state import load_params
 from fedpax.experiments import ClientExperiment
 from fedpax.experiments.catalog import find_experiment
 from fedpax.main import main
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.settings.client_methods import method
 from fedpax.sites.site_experiment import ClientRange
 from fedpax.training.training_config import TrainingConfig
@@ -117,3 +118,23 @@ def test_the_commands_of_the_page(commands: str) -> None:
             np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
     assert Path("runs/bergen/fine_tuned/checkpoints/10").exists()
     assert Path("model").exists()
+
+
+@pytest.mark.usefixtures("commands")
+def test_a_site_without_held_out_examples_trains_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str]
+) -> None:
+    sites = {name: clinics(f"clinics/{name}.npz", rounds=1) for name in ("bergen", "lund")}
+    class_ = type(sites["lund"])
+    opened = class_.open_heldout
+
+    def open_heldout(self, preprocess):
+        return (lambda: []) if "bergen" in self.data.files else opened(self, preprocess)
+
+    monkeypatch.setattr(class_, "open_heldout", open_heldout)
+    run(clinics("no/data", rounds=1), sites, tmp_path / "runs")
+    folder = tmp_path / "runs" / "coordinator"
+    (line,), (measured,) = (select(read_metrics(folder), k) for k in ("training", "evaluation"))
+    assert line["sites"] == 2
+    assert measured["loss"] == measured["site/lund/loss"] and "site/bergen/loss" not in measured
+    assert "site bergen sends no metrics of held-out examples: it has none" in notes

@@ -151,8 +151,11 @@ def _send(
                 time.sleep(0.2)
 
     call("join", identity=identity, run=None, description={"clients": 1})
-    while (task := call("work", inputs=known, have=None).header)["status"] != "finished":
+    inputs: Any = None
+    while (answer := call("work", inputs=known, have=None)).header["status"] != "finished":
+        task = answer.header
         if task["status"] == "inputs":
+            inputs = task["inputs"]
             call("ready", types={"x": ["float32", [1]]})
             known = True
         if task["status"] != "task":
@@ -167,7 +170,8 @@ def _send(
         replies = replies or _replies(experiment, task["num_clients"], update)
         while call("offer").header["status"] == "later":
             time.sleep(0.2)
-        fields, arrays = sums.send(task, {"examples": 1}, replies[task["stage"]])
+        asked = {**task, "inputs": inputs}
+        fields, arrays = sums.send(asked, answer.arrays, {"examples": 1}, replies[task["stage"]])
         call("reply", arrays, fields=fields, **place)
 
 

@@ -25,6 +25,7 @@ from fedpax.secure_sums.roster import (
     own_mask_key,
     pair_purpose,
     to_bytes,
+    to_text,
 )
 
 PHASES = ("keys", "share", "mask", "reveal")
@@ -46,6 +47,8 @@ class CoordinatorSide:
             keys. If c sites tell the coordinator all they know, values stay secret while
             `2 threshold > n + c`. Default None: one more than half of the sites in the first phase.
         shapes: the shapes of the values by name. Default None: the first site's shapes.
+        asked: the hash of what the sites are asked. Values of a site that was asked something else
+            raise.
         signer: checks the signatures of the sites' keys. Default None: the other sites alone check
             them, and leave a sum with a forged one.
 
@@ -64,6 +67,7 @@ class CoordinatorSide:
         *,
         threshold: int | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        asked: bytes = b"",
         signer: Signer | None = None,
     ) -> None:
         if not 2 <= len(sites) <= MAX_SITES:
@@ -72,7 +76,7 @@ class CoordinatorSide:
         self.total: dict[str, np.ndarray] = {}
         self.present: tuple[str, ...] = ()
         self.suspects: dict[str, str] = {}
-        self._signer = signer
+        self._signer, self._task = signer, asked
         self._misfits: set[tuple[str, str]] = set()  # sender and owner of each wrong share
         self._threshold = threshold
         self._asked = set(sites)
@@ -169,6 +173,11 @@ class CoordinatorSide:
 
     def _receive_mask(self, message: Message) -> bool:
         arrays = message.arrays
+        if message.header.get("asked") != to_text(self._task):
+            raise SecureSumError(
+                "a site was asked for other values than the coordinator asks for: its model or its "
+                "inputs have other bytes. Install the same commit of fedpax on both sides"
+            )
         known = self._sum or {n: np.zeros(a.shape, np.uint32) for n, a in arrays.items()}
         if {n: (a.shape, np.dtype(np.uint32)) for n, a in known.items()} != {
             n: (a.shape, a.dtype) for n, a in arrays.items()
@@ -212,7 +221,8 @@ class CoordinatorSide:
             add_mask(self._sum, own_mask_key(secret, digest), -1)
         for dropped, key in keys.items():
             for site in self.present:
-                pair = agree(key, roster.sites[site].mask, pair_purpose(digest, site, dropped))
+                purpose = pair_purpose(digest, self._task, site, dropped)
+                pair = agree(key, roster.sites[site].mask, purpose)
                 add_mask(self._sum, pair, -1 if site < dropped else +1)
         self.total = {name: array.view(np.int32) for name, array in self._sum.items()}
         self._sum = {}

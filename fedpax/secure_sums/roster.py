@@ -11,7 +11,7 @@ from fedpax.secure_sums.arithmetic import KEY_BYTES, SecureSumError, derive
 MAX_SITES = 500
 """The most sites: the shares for one site have to fit into the header of a message."""
 
-PROTOCOL = b"fedpax secure sum 1 "
+PROTOCOL = b"fedpax secure sum 2 "
 
 _MOST_PROOF = 10_000  # characters: the proofs of all sites are in one message
 
@@ -101,9 +101,10 @@ def read_roster(fields: Mapping[str, Any], session: str) -> Roster:
     return Roster(session, threshold, {k: PublicKeys.from_json(v) for k, v in sites.items()})
 
 
-def pair_purpose(roster_digest: bytes, first: str, second: str) -> bytes:
+def pair_purpose(roster_digest: bytes, asked: bytes, first: str, second: str) -> bytes:
     """Return the purpose of the key of a pair's mask."""
-    return PROTOCOL + b"mask" + roster_digest + json.dumps(sorted((first, second))).encode()
+    pair = json.dumps(sorted((first, second))).encode()
+    return PROTOCOL + b"mask" + roster_digest + pair + asked
 
 
 def share_purpose(roster_digest: bytes, sender: str, receiver: str) -> bytes:

@@ -48,6 +48,8 @@ class SiteSide:
         session: the name of the sum, which no other sum has.
         values: arrays of int32 or uint32 by name, of the same names and shapes at all sites; or a
             function that returns them.
+        asked: the hash of what this site was asked, which can be set before the phase `mask`: masks
+            of sites that were asked other things do not cancel, and the sum is random.
         least_sites: number of sites whose values the sum must contain, at least 2. Default 3: of a
             sum of two, each of the sites learns the other's value.
         signer: signs the site's keys, and checks the keys of other sites. Default None: the site
@@ -78,11 +80,12 @@ class SiteSide:
         session: str,
         values: Mapping[str, np.ndarray] | Callable[[], Mapping[str, np.ndarray]],
         *,
+        asked: bytes = b"",
         least_sites: int = 3,
         signer: Signer | None = None,
         random: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
-        self.name, self.session = name, session
+        self.name, self.session, self.asked = name, session, asked
         self._values, self._least, self._signer = values, max(least_sites, 2), signer
         self._random = random
         self._cipher_key, self._mask_key, self._own = (random(SECRET_BYTES) for _ in range(3))
@@ -169,10 +172,10 @@ class SiteSide:
         masked = {name: _to_words(name, array) for name, array in values.items()}
         add_mask(masked, own_mask_key(self._own, digest), +1)
         for site in shares:
-            purpose = pair_purpose(digest, self.name, site)
+            purpose = pair_purpose(digest, self.asked, self.name, site)
             key = agree(self._mask_key, roster.sites[site].mask, purpose)
             add_mask(masked, key, +1 if self.name < site else -1)
-        return Message({"phase": "mask"}, masked)
+        return Message({"phase": "mask", "asked": to_text(self.asked)}, masked)
 
     def _reveal(self, content: dict[str, Any]) -> Message:
         present = content.get("present")
@@ -219,8 +222,9 @@ class SiteSums:
         session: str,
         request: Mapping[str, Any] | None,
         encode: Callable[[], Codes] | None = None,
+        asked: bytes = b"",
     ) -> Message:
-        """Answer a request of the coordinator; `encode` makes the values that are summed."""
+        """Answer a request of the coordinator; `encode` makes the values that are `asked` for."""
         if request is None and (self._side is None or session != self._side.session):
             self._values = {}  # the values of an earlier sum are not sent again
             self._side = SiteSide(
@@ -233,7 +237,7 @@ class SiteSums:
         if self._side is None or not self.knows(name, session):
             raise UnknownSumError("this process began after the sum")
         if encode is not None:
-            self._values = encode()
+            self._values, self._side.asked = encode(), asked
         return self._side.answer(None if request is None else Message(request))
 
 

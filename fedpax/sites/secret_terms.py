@@ -21,6 +21,7 @@ from fedpax.secure_sums.arithmetic import (
     to_exact_words,
     to_words,
 )
+from fedpax.secure_sums.asked import AskedStages
 from fedpax.secure_sums.coordinator_side import CoordinatorSide
 from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.roster import Signer
@@ -28,7 +29,16 @@ from fedpax.secure_sums.site_side import SiteSums
 from fedpax.sites.downlink import SMALLEST, WHOLE, make_codec, whole
 from fedpax.sites.site_experiment import Json
 from fedpax.sites.task_exchange import TaskExchange
-from fedpax.sites.tasks import QUESTION, TERM, ArrayTypes, SiteReply, Task, in_order, numbered
+from fedpax.sites.tasks import (
+    QUESTION,
+    SHARED,
+    TERM,
+    ArrayTypes,
+    SiteReply,
+    Task,
+    in_order,
+    numbered,
+)
 from fedpax.transforms.client_stages import Stage
 from fedpax.transforms.stages import Stages
 from fedpax.transport.calls import RefusedError
@@ -38,6 +48,12 @@ TASK = "secure_sum"
 
 Arrays = Mapping[str, np.ndarray]
 
+OF_ONE = frozenset(
+    {"base", "checksum", "clients", "counted", "first_client", "heartbeat_seconds", "request"}
+    | {"rounds", "session", "slots", "status", "target"}
+)
+"""Fields of a task that differ between sites, or on which no term depends."""
+
 
 class SecretTerms:
     """A site's part in the secure sums of its rounds."""
@@ -45,6 +61,7 @@ class SecretTerms:
     def __init__(self, name: str, least_sites: int = 0, signer: Signer | None = None) -> None:
         self._name, self._least = name, least_sites
         self._sums = SiteSums(least_sites or 3, signer)
+        self._asked = AskedStages(OF_ONE)
 
     @property
     def is_required(self) -> bool:
@@ -59,7 +76,9 @@ class SecretTerms:
             return {"fault": str(error)}
         return {"answer": dict(answer.header)}
 
-    def send(self, header: Json, fields: Json, arrays: Arrays) -> tuple[Json, Arrays]:
+    def send(
+        self, header: Json, received: Arrays, fields: Json, arrays: Arrays
+    ) -> tuple[Json, Arrays]:
         """Return the fields and the arrays of a reply: under masks, if the task asks for a sum."""
         if "request" not in header:
             if self._least:
@@ -74,9 +93,11 @@ class SecretTerms:
         def encode() -> dict[str, np.ndarray]:
             return numbered(TERM, [to(x) for x in in_order(TERM, arrays)])
 
+        shared = numbered(SHARED, in_order(SHARED, received))
+        asked = self._asked.add(header["token"], header["stage"], header, shared)
         session, request = header["session"], header["request"]
         try:
-            answer = self._sums.answer(self._name, session, request, encode)
+            answer = self._sums.answer(self._name, session, request, encode, asked)
         except (SecureSumError, NotSummableError) as error:
             return {"fault": str(error)}, {}
         return {**fields, "answer": dict(answer.header)}, answer.arrays
@@ -110,6 +131,7 @@ def ask_for_sums(
     clients: Mapping[str, int],
     least_clients: int,
     report: Callable[[str, str], None],
+    asked: bytes,
     signer: Signer | None = None,
 ) -> dict[str, SiteReply] | None:
     """Ask sites as `TaskExchange.ask`, for the sum of their terms alone, in the first reply."""
@@ -118,7 +140,7 @@ def ask_for_sums(
     words = EXACT_WORDS if task.header["task"] == QUESTION else WORDS
     shapes = {f"{TERM} {i}": (*v.shape, words) for i, v in enumerate(stage.terms)}
     side = CoordinatorSide(
-        session, list(task.own), threshold=threshold, shapes=shapes, signer=signer
+        session, list(task.own), threshold=threshold, shapes=shapes, asked=asked, signer=signer
     )
     requests: dict[str, Message | None] = dict.fromkeys(task.own)
     fields: dict[str, Any] = {}
@@ -130,9 +152,9 @@ def ask_for_sums(
                 f"{count} clients are left, expected at least min_participants={least_clients}: "
                 "with fewer, the noise is too small, and the sum is not opened"
             )
-        asked = _phase_task(task, session, phase, requests, shapes)
+        part = _phase_task(task, session, phase, requests, shapes)
         needed = len(requests) // 2 + 1  # more than half, before a deadline ends a phase
-        replies = exchange.ask(asked, max(quorum, needed), seconds, stop)
+        replies = exchange.ask(part, max(quorum, needed), seconds, stop)
         if replies is None:
             return None
         for name, reply in replies.items():

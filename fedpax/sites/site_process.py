@@ -171,7 +171,7 @@ def patience(progress: Progress) -> Callable[[DisconnectedError], None]:
 
 # ---- the identity of a run: its version, experiment and model, equal at syncer and islands
 
-WIRE_FORMAT = 5
+WIRE_FORMAT = 6
 """The format of headers and encoded updates. Increase it with each change that the other side would
 misread, such as another layout of a codec's words."""
 

@@ -93,12 +93,13 @@ class SiteWorker:
         self._cohorts: tuple[str, Cohort] | None = None
         self._whole_run: SiteRun | None = None  # as if there were no other site
         self._num_questions, self._personal = 0, personal
+        self._inputs: Json | None = None
         self.count = int(experiment.describe_site()["clients"])
 
     def set_inputs(self, inputs: Json) -> Json:
         """Take over the inputs that all sites share, and return the types of a batch."""
         self._experiment = self._experiment.with_inputs(inputs)
-        self._programs = {}
+        self._programs, self._inputs = {}, inputs
         # The aggregator can need more clients than this site has: others are without examples.
         cohort_size = getattr(getattr(self._experiment, "cohort", None), "size", 0)
         total = max(self.count, cohort_size)
@@ -128,10 +129,9 @@ class SiteWorker:
             return self._evaluate(header, arrays), {}
         if task == SUM:
             return self._sums.answer(header), {}
-        if task == QUESTION:
-            return self._sums.send(header, *self._answer(header, arrays))
-        if task == ROUND:
-            return self._sums.send(header, *self._run_stage(header, arrays))
+        if task in (QUESTION, ROUND):
+            reply = (self._answer if task == QUESTION else self._run_stage)(header, arrays)
+            return self._sums.send({**header, "inputs": self._inputs}, arrays, *reply)
         raise RefusedError(
             f"the syncer asks for {str(task)[:50]!r}, expected a round, a question or an "
             "evaluation. Use the same version of fedpax on both sides."

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedpax.errors import FedpaxError
+from fedpax.secure_sums.asked import AskedStages
 from fedpax.secure_sums.roster import Signer
 from fedpax.sites.coordinator_program import (
     check_masks,
@@ -25,7 +26,7 @@ from fedpax.sites.coordinator_program import (
 )
 from fedpax.sites.downlink import WHOLE, Downlink, whole
 from fedpax.sites.round_rules import RoundRules
-from fedpax.sites.secret_terms import SUM, Uplink, ask_for_sums, check_is_sum
+from fedpax.sites.secret_terms import OF_ONE, SUM, Uplink, ask_for_sums, check_is_sum
 from fedpax.sites.site_experiment import Json
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import (
@@ -87,7 +88,7 @@ class StageCalls:
         stop: Callable[[], bool],
         signer: Signer | None = None,
     ) -> None:
-        self._signer = signer
+        self._signer, self._asked = signer, AskedStages(OF_ONE)
         self._exchange, self._rules, self._note, self._stop = exchange, rules, note, stop
         self._folder = folder  # of large updates
         self._downlink = Downlink(rules.down, new_token())
@@ -152,8 +153,10 @@ class StageCalls:
     def _ask_for_sum(
         self, divided: Stages, number: int, task: Task, who: Participants, quorum: int
     ) -> dict[str, SiteReply] | None:
-        rules, stage = self._rules, divided[number]
+        rules, stage, exchange = self._rules, divided[number], self._exchange
         check_is_sum(stage, divided.adds(number))
+        fields = {"token": task.token, "round": exchange.round, "inputs": exchange.inputs}
+        asked = self._asked.add(task.token, number, {**fields, **task.header}, task.packet.whole)
         try:
             return ask_for_sums(
                 self._exchange,
@@ -166,6 +169,7 @@ class StageCalls:
                 clients={name: len(chosen) for name, chosen in who.clients.items()},
                 least_clients=divided.least_masked or 0,
                 report=self._report,
+                asked=asked,
                 signer=self._signer,
             )
         except FedpaxError as error:

@@ -173,7 +173,7 @@ def test_a_process_that_began_after_the_sum_is_told(tmp_path):
     network.programs[100]._sums = NodeSums(3)
     answer = network.programs[100].answer(packet, {"partition-id": 0})
     assert "this process began after the sum" in answer.values["refusal"]
-    reveal = {"participant": 0, "session": "s", "request": '{"phase": "reveal"}'}
+    reveal = Packet({"participant": 0, "session": "s", "request": '{"phase": "reveal"}'})
     with pytest.raises(FedpaxError, match="began after the sum"):  # and no epsilon is counted
         NodeSums(3).answer(reveal, before_opening=pytest.fail)
     assert server.values(3) == {}
@@ -207,6 +207,24 @@ def test_a_malformed_answer_ends_the_part_of_its_sender_alone(packet, tmp_path, 
     ((_, metrics),) = run(network, program, rounds=1)
     assert metrics["participants"] == 3
     assert not any("\n" in message for message in caplog.messages)
+
+
+def test_a_node_that_is_asked_for_another_model_is_left_out(tmp_path, caplog):
+    program = nodes.program_of("fedavg")
+    network = LocalNetwork(program, tmp_path)
+    answer = network.programs[101].answer
+
+    def other_model(packet, config):
+        if packet.arrays:
+            last = bytes([packet.arrays[0][-1] ^ 1])
+            packet = packet._replace(arrays=[packet.arrays[0][:-1] + last, *packet.arrays[1:]])
+        return answer(packet, config)
+
+    network.programs[101].answer = other_model
+    ((position, metrics),) = run(network, program, rounds=1)
+    assert metrics["participants"] == 3
+    assert_equals(position, nodes.by_jit("fedavg", lambda number: [1])[1])
+    assert "left out of the sum: a site was asked for other values" in caplog.text
 
 
 def test_a_participant_that_sends_false_shares_is_named(tmp_path, caplog):

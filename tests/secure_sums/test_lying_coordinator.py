@@ -11,6 +11,7 @@ from secure_sum_runs import NAMES, make_sites, random_values
 
 from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSide
 from fedpax.secure_sums.arithmetic import SHARE_BYTES, combine, public_key
+from fedpax.secure_sums.asked import AskedStages
 from fedpax.secure_sums.roster import commit, read_roster, to_bytes, to_text
 from fedpax.transport.certificates import make_certificates, read_certificates
 from fedpax.transport.signed_keys import CertificateSigner
@@ -193,6 +194,57 @@ def test_shares_that_are_refused(change: str) -> None:
         site.answer(Message({"phase": "mask", "shares": shares}))
 
 
+@pytest.mark.parametrize("dropped", ["", "b", "e"])
+def test_sites_that_were_asked_different_things_have_no_sum(dropped: str) -> None:
+    """The sum is random, also if the coordinator opens the masks of a site that drops out."""
+    zeros = {name: {"x": np.zeros(4, np.int32)} for name in NAMES}
+    for of_a in (b"one", b"other"):
+        sites = make_sites(zeros, asked=b"one")
+        sites["a"].asked = of_a
+        coordinator = CoordinatorSide("s", NAMES, asked=b"one")
+        requests: dict[str, Message | None] = dict.fromkeys(NAMES)
+        while not coordinator.done:
+            if coordinator.phase == "mask":
+                requests.pop(dropped, None)
+            for name, request in requests.items():
+                answer = sites[name].answer(request)
+                if coordinator.phase == "mask":  # it does not mind
+                    answer = Message({**answer.header, "asked": to_text(b"one")}, answer.arrays)
+                coordinator.receive(name, answer)
+            requests = dict(coordinator.advance())
+        total = coordinator.total["x"].view(np.uint32)
+        assert not total.any() if of_a == b"one" else total.max() > 2**20
+
+
+def test_what_a_site_was_asked_in_earlier_stages_is_in_the_digest() -> None:
+    shared, own = {"x": np.float32([1, 2]), "y": np.zeros((0, 3), np.int8)}, {"slots": [1]}
+
+    def digest(*rounds: tuple[str, int, Any], **fields: Any) -> bytes:
+        stages = AskedStages(frozenset(own))
+        for token, stage, arrays in rounds:
+            asked = stages.add(token, stage, {"stage": stage, **fields}, arrays)
+        return asked
+
+    first, second = ("t", 0, shared), ("t", 1, shared)
+    known = digest(first, second)
+    assert known == digest(first, second, **own) == digest(first, first, second, second)
+    assert known == digest(("s", 0, {}), ("s", 1, {}), first, second)
+    assert known == digest(("t", 0, {}), second, first, second)  # a stage that is asked again
+    others = [
+        digest(second),
+        digest(("t", 0, {"x": np.float32([1, 3])}), second),
+        digest(("t", 0, {**shared, "x": np.int32([1, 2])}), second),
+        digest(("t", 0, {**shared, "x": np.float32([[1, 2]])}), second),
+        digest(("t", 0, {"y": shared["x"], "x": shared["y"]}), second),
+        digest(first, second, weights="equal"),
+        digest(("s", 0, shared), ("s", 1, shared)),
+        digest(first, ("t", 2, shared)),
+    ]
+    assert len({known, *others}) == 9
+    scalar = digest(("t", 0, {"x": np.float32(1)}))
+    assert scalar != digest(("t", 0, {"x": np.float32([1])}))
+
+
 def test_a_coordinator_cannot_pose_as_a_site(tmp_path: Path) -> None:
     make_certificates(tmp_path / "own", [*NAMES, "spy"])
     make_certificates(tmp_path / "other", NAMES)
@@ -217,6 +269,8 @@ def test_a_coordinator_cannot_pose_as_a_site(tmp_path: Path) -> None:
 
 # Sites that do not keep to the protocol.
 
+MASK = {"phase": "mask", "asked": ""}
+
 
 def with_keys(**changed: Any) -> Message:
     """The first answer of a site, with other keys."""
@@ -236,9 +290,11 @@ def with_keys(**changed: Any) -> Message:
         (1, Message({"phase": "share", "shares": {"x": "A"}}), "shares of a site are malformed"),
         (1, Message({"phase": "share", "shares": {"a": 1}}), "shares of a site are malformed"),
         (1, Message({"phase": "share", "shares": {"a": "A" * 1000}}), "malformed"),
-        (2, Message({"phase": "mask"}, {"x": np.zeros(3, np.uint32)}), "other names, shapes"),
-        (2, Message({"phase": "mask"}, {"x": np.zeros((3, 2))}), "other names, shapes or dtypes"),
-        (2, Message({"phase": "mask"}), "other names, shapes or dtypes"),
+        (2, Message(MASK, {"x": np.zeros(3, np.uint32)}), "other names, shapes"),
+        (2, Message(MASK, {"x": np.zeros((3, 2))}), "other names, shapes or dtypes"),
+        (2, Message(MASK), "other names, shapes or dtypes"),
+        (2, Message({**MASK, "asked": to_text(b"x")}), "asked for other values"),
+        (2, Message({"phase": "mask"}), "asked for other values"),
         (3, Message({"phase": "reveal", "own": {}, "keys": {}}), "other shares than it was asked"),
         (3, Message({"phase": "reveal", "own": [], "keys": {}}), "other shares than it was asked"),
         (3, Message({"phase": "reveal", "own": dict.fromkeys(NAMES, "A"), "keys": {}}), "base64"),

@@ -77,7 +77,7 @@ def test_another_format_is_described():
 
 
 def test_the_format_of_messages_changes_with_the_words_of_secure_sums() -> None:
-    assert (WIRE_FORMAT, WORDS, EXACT_WORDS) == (5, 3, 14)  # change the first one with the others
+    assert (WIRE_FORMAT, WORDS, EXACT_WORDS) == (6, 3, 14)  # change the first one with the others
 
 
 def test_an_infinite_setting_is_sent_and_compared() -> None:

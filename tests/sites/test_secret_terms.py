@@ -156,10 +156,10 @@ def test_a_site_that_is_silent_from_a_phase_on(
 
 def test_a_site_can_insist_on_secure_sums() -> None:
     terms = {"term 0": np.float32([1.0])}
-    fields, sent = SecretTerms("a").send({"task": "round"}, {"examples": 3}, terms)
+    fields, sent = SecretTerms("a").send({"task": "round"}, {}, {"examples": 3}, terms)
     assert (fields, sent) == ({"examples": 3}, terms)
     with pytest.raises(ValueError, match=r"expected a secure sum: this site has --only_sums_of=3"):
-        SecretTerms("a", 3).send({"task": "round"}, {"examples": 3}, terms)
+        SecretTerms("a", 3).send({"task": "round"}, {}, {"examples": 3}, terms)
 
 
 def test_guards_and_secure_sums_exclude_each_other() -> None:

@@ -85,14 +85,13 @@ class NodeProgram:
                 return Packet({**identity, "partition": int(config.get("partition-id", -1))})
             if values["kind"] == KIND:
                 count = functools.partial(self._count, values, values["session"], config)
-                return self._sums.answer(values, before_opening=count)
-            return self._train(values, packet.arrays, config)
+                return self._sums.answer(packet, before_opening=count)
+            return self._train(packet, config)
         except Exception as error:  # the server tells it; the run continues without this node
             return Packet({**identity, "refusal": refusal_words(error)})
 
-    def _train(
-        self, values: Mapping[str, Any], arrays: Sequence[bytes], config: Mapping[str, Any]
-    ) -> Packet:
+    def _train(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
+        values = packet.values
         if self._least_masked is not None and not {"session", "secure_bound"} & values.keys():
             raise ArgumentError(
                 "The server asks for terms without masks, expected secure=true: the program has "
@@ -108,7 +107,7 @@ class NodeProgram:
         stage, key, counted = int(values["stage"]), str(values["key"]), str(values["counted"])
         participant, seed = int(values["participant"]), int(values["seed"])
         messages = self.program.artifact.manifest["stages"]
-        shared, rows = (decode_list(x) for x in arrays)
+        shared, rows = (decode_list(x) for x in packet.arrays)
         kept = self._kept(str(values["run"]), participant)
         state = kept.read(counted) if counted else self.program.initial_own(seed, participant)
         if state is None:
@@ -134,7 +133,7 @@ class NodeProgram:
         else:
             kept.write(f"{key}-{stage}", new)
         if "session" in values:
-            return self._sums.answer(values, terms)
+            return self._sums.answer(packet, terms)
         if "secure_bound" in values:
             # Flower's own protocol does not tell this program when the sum is opened.
             self._count(values, key, config)

@@ -24,6 +24,7 @@ from fedpax.secure_sums.arithmetic import (
     from_words,
     to_words,
 )
+from fedpax.secure_sums.asked import AskedStages
 from fedpax.secure_sums.coordinator_side import CoordinatorSide
 from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.roster import MAX_SITES
@@ -95,6 +96,17 @@ def check_masks(program: Any, quorum: int, *, is_secure: bool) -> None:
         )
 
 
+_OF_ONE = frozenset(("config", "counted", "index", "participant", "request", "session"))
+"""Values of a packet that differ between participants, or that all masks are bound to anyway."""
+
+
+def _asked(stages: AskedStages, packet: Packet) -> bytes:
+    """Return the digest of what all participants are asked in a stage."""
+    key, stage = str(packet.values["key"]), int(packet.values["stage"])
+    shared = {"shared": np.frombuffer(packet.arrays[0], np.uint8)}
+    return stages.add(key, stage, packet.values, shared)
+
+
 KIND = "sum"
 """The kind of packets that carry no terms."""
 
@@ -104,14 +116,16 @@ class NodeSums:
 
     def __init__(self, least: int) -> None:
         self._sums = SiteSums(max(least, LEAST_PARTICIPANTS))
+        self._stages = AskedStages(_OF_ONE)
 
     def answer(
         self,
-        values: Mapping[str, Any],
+        packet: Packet,
         terms: Sequence[Any] | None = None,
         before_opening: Callable[[], None] = lambda: None,
     ) -> Packet:
         """Answer a packet of a sum."""
+        values, asked = packet.values, b"" if terms is None else _asked(self._stages, packet)
         name, session = str(values["participant"]), str(values["session"])
         request = json.loads(str(values["request"]))
         is_reveal = isinstance(request, dict) and request.get("phase") == "reveal"
@@ -122,7 +136,8 @@ class NodeSums:
             return {str(i): to_words(x) for i, x in enumerate(terms or ())}
 
         try:
-            answer = self._sums.answer(name, session, request, None if terms is None else encode)
+            encoded = None if terms is None else encode
+            answer = self._sums.answer(name, session, request, encoded, asked)
         except UnknownSumError as error:
             raise SecureSumError(
                 f"{error}, or another one has its secrets, as in a simulation: there, run with "
@@ -142,6 +157,7 @@ class ServerSums:
 
     def __init__(self, network: Network, log: logging.Logger, poll_seconds: float) -> None:
         self._network, self._log, self._poll_seconds = network, log, poll_seconds
+        self._stages = AskedStages(_OF_ONE)
 
     def values(self, participants: int) -> dict[str, Any]:
         """Return what a packet says for a secure sum."""
@@ -160,15 +176,18 @@ class ServerSums:
         session = secrets.token_hex(16)
         nodes = {str(packet.values["participant"]): node for node, packet in packets.items()}
         shapes = {str(i): (*t["shape"], WORDS) for i, t in enumerate(terms)}
+        asked = _asked(self._stages, next(iter(packets.values())))
         try:
-            side = CoordinatorSide(session, list(nodes), threshold=quorum, shapes=shapes)
+            side = CoordinatorSide(
+                session, list(nodes), threshold=quorum, shapes=shapes, asked=asked
+            )
             requests: dict[str, Message | None] = dict.fromkeys(nodes)
             while not side.done:
-                asked = {
+                parts = {
                     nodes[name]: _request(packets[nodes[name]], side.phase, session, request)
                     for name, request in requests.items()
                 }
-                for node, reply in self._exchange(asked, seconds).items():
+                for node, reply in self._exchange(parts, seconds).items():
                     try:
                         name = str(packets[node].values["participant"])
                         side.receive(name, _read(reply))

@@ -15,24 +15,21 @@ import numpy as np
 from jaxtyping import Bool
 
 from fedpax.algorithm import LossFn, Params, loss_and_metrics
-from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.clients.cohort import MASK, Cohort
 from fedpax.deploy.batch_work import Clients
 from fedpax.errors import ConfigurationError
 from fedpax.primitives import federated_map, federated_sum
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.goodput import GoodputClock
-from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import latest_round
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.compiled_round import init_state, run_state_shardings, with_shardings
 from fedpax.training.experiment import Experiment, Run
-from fedpax.training.progress import open_progress
 from fedpax.training.resume_checks import TrainingJob
 from fedpax.training.round_logger import EMPTY, RoundLogger
+from fedpax.training.run_writers import open_files
 from fedpax.training.spikes import FiniteCheck, SpikeHistory, report_update_norm
 from fedpax.training.startup_report import describe_aggregator
-from fedpax.training.tracker import track
 from fedpax.training.trainer import TrainingResult, build_run, train_with
 from fedpax.training.training_config import is_due
 from fedpax.transforms.program import program
@@ -104,12 +101,10 @@ class _BatchLoop:
         self.run = self._build()
         round = self.run.algorithm.round
         self.round = report_update_norm(round) if self.training.update_norm else round
-        self.progress = enter(open_progress(experiment, exp, done, item_unit=self.run.item_unit))
-        self.tracker = enter(track(experiment, folder, exp, note=self.progress.note))
-        self.checkpoints = enter(Checkpoints(folder, keep=self.training.keep_checkpoints))
+        files = enter(open_files(experiment, folder, exp, done, self.run.item_unit))
+        self.progress, self.tracker, self.checkpoints, metrics = files
         self.size = jax.tree.leaves(self.run.cohort_shapes)[0].shape[0]
         self.state = self._restore()
-        metrics = MetricsWriter(folder, after=done, listener=self.tracker.add)
         self.metrics = enter(metrics)
         self.logger = RoundLogger(
             metrics,

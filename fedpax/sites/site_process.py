@@ -14,16 +14,14 @@ import jax
 
 import fedpax
 from fedpax.algorithm import Params
-from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.checkpoint_files import set_aside_after
 from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import flatten, is_within_fedpax, to_json, write_configuration
-from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import CHECKPOINTS, refuse_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment
-from fedpax.training.progress import Progress, open_progress
+from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import lock_run
-from fedpax.training.tracker import Tracker, track
+from fedpax.training.run_writers import RunFiles, open_files
 from fedpax.transport.admission import Admission
 from fedpax.transport.calls import DisconnectedError, Handler, WaitingError, serve
 
@@ -82,38 +80,6 @@ def locked_folder(
         yield folder
 
 
-class RunFiles(NamedTuple):
-    """The files that a process writes, from its start to its end."""
-
-    tracker: Tracker
-    checkpoints: Checkpoints
-    metrics: MetricsWriter
-    progress: Progress
-
-
-@contextlib.contextmanager
-def open_files(
-    experiment: Experiment,
-    folder: Path,
-    exp: str,
-    done: int,
-    item_unit: str,
-    island: str = "",
-    *,
-    enabled: bool = True,
-) -> Iterator[RunFiles]:
-    """Open the files of a run after `done` rounds; later metrics are dropped."""
-    with (
-        track(experiment, folder, exp, enabled=enabled) as tracker,
-        Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
-        MetricsWriter(folder, after=done, enabled=enabled, listener=tracker.add) as metrics,
-        open_progress(
-            experiment, exp, done, island, item_unit=item_unit, enabled=enabled
-        ) as progress,
-    ):
-        yield RunFiles(tracker, checkpoints, metrics, progress)
-
-
 def end_serving(
     files: RunFiles, preemption: PreemptionGuard, rounds: int, finished: bool
 ) -> SyncerResult:
@@ -147,6 +113,7 @@ def serving(
     set_aside_after(folder / CHECKPOINTS, done)
     with (
         open_files(experiment, folder, exp, done, item_unit) as files,
+        files.metrics,
         serve(handler, listen, admission=admission, **settings) as server,
         PreemptionGuard() as preemption,
     ):

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithm import Params, State
-from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.run_position import gather_stream_state, restore_stream
 from fedpax.clients.cohort import Cohort
 from fedpax.elastic.host_copies import HostCopy
@@ -28,12 +27,11 @@ from fedpax.training.evaluation import heldout_metrics
 from fedpax.training.experiment import Run
 from fedpax.training.flops_utilization import utilization_of
 from fedpax.training.prefetch import Prefetch, put_on_mesh
-from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import TrainingJob, describe_end_of_schedule
 from fedpax.training.round_logger import EMPTY, RoundLogger, is_empty
+from fedpax.training.run_writers import RunFiles
 from fedpax.training.spikes import FiniteCheck, Spike, SpikeHistory
 from fedpax.training.startup_report import UNREAD_MASK, announce, describe_aggregator
-from fedpax.training.tracker import Tracker
 from fedpax.training.training_config import is_due, last_due_before
 
 
@@ -47,17 +45,15 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         job: TrainingJob,
         run: Run,
         *,
-        checkpoints: Checkpoints,
-        progress: Progress,
+        files: RunFiles,
         clock: GoodputClock,
         early_stop: EarlyStop,
-        tracker: Tracker,
         copy: HostCopy | None = None,
     ) -> None:
         self._experiment, self._folder, self._exp = job.experiment, job.folder, job.exp
         self._run = run
-        self._checkpoints, self._progress, self._clock = checkpoints, progress, clock
-        self._options, self._early_stop, self._tracker = job.options, early_stop, tracker
+        self._progress, self._tracker, self._checkpoints, self._metrics = files
+        self._options, self._early_stop, self._clock = job.options, early_stop, clock
         training = self._training = job.experiment.training
         self._configuration = to_json(job.experiment)
         kept = training.checkpoint_every, training.keep_every
@@ -65,7 +61,8 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._skips = training.on_spike == "skip"
         self._replicated = NamedSharding(run.mesh, PartitionSpec())
         self._copy, self._copies = copy, CopiesOfRounds(job.options.membership)
-        self.done = self._first = (checkpoints.latest_round() or 0) if copy is None else copy.round
+        first = self._checkpoints.latest_round() if copy is None else copy.round
+        self.done = self._first = first or 0
         self._current = self._first + 1
         self._dispatched = self._first  # unlike `done`, it never decreases
         self.evaluation: dict[str, float] | None = None
@@ -110,9 +107,10 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def _read_metrics(self) -> None:
         """Read the metrics that are kept, and the spikes and evaluations among them."""
         primary = jax.process_index() == 0
-        self._metrics = MetricsWriter(
-            self._folder, after=self.done, enabled=primary, listener=self._tracker.add
-        )
+        if self._rounds is not None:  # the run begins again
+            self._metrics = MetricsWriter(
+                self._folder, after=self.done, enabled=primary, listener=self._tracker.add
+            )
         if jax.process_count() > 1:  # hosts need not share the folder
             self._metrics.kept = gather_json(self._metrics.kept if primary else [])[0]
         self._early_stop.start(self._metrics.kept)

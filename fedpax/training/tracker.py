@@ -257,9 +257,9 @@ def track(
     experiment: Experiment,
     folder: Path,
     exp: str,
-    *,
     note: Callable[[str], None] | None = None,
     saved_in: Path | None = None,
+    *,
     enabled: bool = True,
 ) -> Tracker:
     """Make the tracker that an experiment names, for a run in a folder."""

@@ -11,10 +11,9 @@ from typing import NamedTuple
 import jax
 
 from fedpax.algorithm import Params
-from fedpax.checkpoints.checkpoint import Checkpoints, CheckpointWriteError, LostCheckpointDirError
+from fedpax.checkpoints.checkpoint import CheckpointWriteError, LostCheckpointDirError
 from fedpax.checkpoints.checkpoint_files import check_latest_round
 from fedpax.checkpoints.exports import Exports
-from fedpax.checkpoints.orbax_files import Retention
 from fedpax.checkpoints.participant_states import ParticipantRule, check_rule
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.checks import check_integer_fields
@@ -40,7 +39,6 @@ from fedpax.training.diagnostics import Watchdog, check_profile_at
 from fedpax.training.early_stop import EarlyStop
 from fedpax.training.experiment import Experiment, Run, StoredParams, check_run
 from fedpax.training.folder_owners import CheckpointDir
-from fedpax.training.progress import Progress, open_progress
 from fedpax.training.resume_checks import (
     ResumeOptions,
     TrainingJob,
@@ -49,10 +47,10 @@ from fedpax.training.resume_checks import (
 )
 from fedpax.training.round_logger import NonFiniteError
 from fedpax.training.round_loop import RoundLoop
+from fedpax.training.run_writers import RunFiles, open_files
 from fedpax.training.spikes import RepeatedSpikesError
 from fedpax.training.startup_report import check_processes
-from fedpax.training.tracker import Tracker, track
-from fedpax.training.training_config import TrainingConfig
+from fedpax.training.tracker import track
 
 
 class StorageError(FedpaxError, OSError):
@@ -186,18 +184,18 @@ def _train(job: TrainingJob) -> TrainingResult:
     training = job.experiment.training
     with ExitStack() as resources:
         with collect_seldom():
-            loop, checkpoints, progress, clock, tracker = _open_loop(job, resources)
+            loop, files, clock = _open_loop(job, resources)
             loop.start()
         # Until here there is nothing to save, and a signal stops the process immediately.
         with PreemptionGuard() as preemption:
             try:
                 loop.train(preemption)
             except (NonFiniteError, RepeatedSpikesError):
-                checkpoints.wait()  # the message names the newest
+                files.checkpoints.wait()  # the message names the newest
                 raise
         finished = loop.done == training.rounds or loop.stopped_early is not None
-        tracker.finished = finished
-        progress.note(describe_goodput(clock.seconds()))
+        files.tracker.finished = finished
+        files.progress.note(describe_goodput(clock.seconds()))
     return TrainingResult(
         loop.done,
         finished=finished,
@@ -208,9 +206,7 @@ def _train(job: TrainingJob) -> TrainingResult:
     )
 
 
-def _open_loop(
-    job: TrainingJob, resources: ExitStack
-) -> tuple[RoundLoop, Checkpoints, Progress, GoodputClock, Tracker]:
+def _open_loop(job: TrainingJob, resources: ExitStack) -> tuple[RoundLoop, RunFiles, GoodputClock]:
     """Build the run, and open what it needs from its start to its end."""
     experiment, folder, training = job.experiment, job.folder, job.experiment.training
     enter, primary = resources.enter_context, jax.process_index() == 0
@@ -222,34 +218,31 @@ def _open_loop(
     enter(jax.set_mesh(run.mesh))
     if jax.process_count() > 1:  # else the data are opened while the round is compiled
         check_same_data(run.cohorts)
-    progress = enter(
-        open_progress(experiment, job.exp, first, item_unit=run.item_unit, enabled=primary)
-    )
-    # Closed after the checkpoints, so that it can send the last one.
-    tracker = enter(_track(job, progress.note))
-    exports = enter(_exports(job))
-    checkpoint_dir = job.checkpoint_dir
-    checkpoints = enter(
-        Checkpoints(
-            job.saved_in,
-            keep=_retention(training),
+    exports, checkpoint_dir = enter(_exports(job)), job.checkpoint_dir
+    files = enter(
+        open_files(
+            experiment,
+            folder,
+            job.exp,
+            first,
+            run.item_unit,
+            enabled=primary,
+            saved_in=job.saved_in,
             exports=exports,
             before_complete=None if checkpoint_dir is None else checkpoint_dir.before_complete,
         )
     )
     if not first and (line := last_line(folder)) is not None and line["round"]:
-        progress.note(
+        files.progress.note(
             f"no checkpoint of the {count_of(line['round'], 'logged round')}: starting from round 0"
         )
     loop = enter(
         RoundLoop(
             job,
             run,
-            checkpoints=checkpoints,
-            progress=progress,
+            files=files,
             clock=clock,
-            early_stop=EarlyStop(training, job.saved_in, checkpoints, exports),
-            tracker=tracker,
+            early_stop=EarlyStop(training, job.saved_in, files.checkpoints, exports),
             copy=copy,
         )
     )
@@ -262,14 +255,7 @@ def _open_loop(
             on_hang=training.on_hang,
         )
     )
-    return loop, checkpoints, progress, clock, tracker
-
-
-def _retention(training: TrainingConfig) -> Retention:
-    """Return which checkpoints to keep."""
-    rolls_back = training.on_spike == "roll_back"
-    scheduled = (training.checkpoint_every if rolls_back else 0, training.export_every)
-    return Retention(training.keep_checkpoints, every=training.keep_every, scheduled=scheduled)
+    return loop, files, clock
 
 
 def build_run(experiment: Experiment) -> Run:
@@ -289,16 +275,10 @@ def _stopped_early(job: TrainingJob, done: int) -> str | None:
     return Evaluations(log.lines, training.keep_best, training.stop_after).reason
 
 
-def _track(job: TrainingJob, note: Callable[[str], None] | None = None) -> Tracker:
-    primary = jax.process_index() == 0
-    return track(
-        job.experiment, job.folder, job.exp, note=note, saved_in=job.saved_in, enabled=primary
-    )
-
-
 def _send_rest(job: TrainingJob) -> None:
     """Send the metrics of a finished run that its tracker has not got."""
-    with _track(job) as tracker:
+    enabled, saved_in = jax.process_index() == 0, job.saved_in
+    with track(job.experiment, job.folder, job.exp, saved_in=saved_in, enabled=enabled) as tracker:
         tracker.finished = True
         for line in read_log(job.folder, last_rounds).lines if tracker.enabled else ():
             tracker.add(line, kept=True)

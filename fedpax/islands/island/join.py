@@ -31,15 +31,14 @@ from fedpax.run_files.paths import latest_round, write_atomically
 from fedpax.sites.site_process import (
     SECONDS_TO_ASK_AGAIN,
     JoinResult,
-    RunFiles,
     identify,
     locked_folder,
-    open_files,
     patience,
 )
 from fedpax.training.agreement import check_same_data
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.progress import describe_devices
+from fedpax.training.run_writers import RunFiles, open_files
 from fedpax.training.startup_report import check_processes
 from fedpax.transport.calls import Connection, connect
 
@@ -161,6 +160,7 @@ def _join(
         open_files(
             experiment, folder, exp, first, run.item_unit, header["island"], enabled=is_first
         ) as files,
+        files.metrics,
         contextlib.ExitStack() as stack,
     ):
         progress, model = files.progress, LocalModel(run)

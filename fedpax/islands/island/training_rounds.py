@@ -18,11 +18,12 @@ from fedpax.islands.island.island import Island, SharedLink
 from fedpax.parallel.axes import ShardingTree
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter, select
-from fedpax.sites.site_process import SECONDS_BETWEEN_NOTES, RunFiles
+from fedpax.sites.site_process import SECONDS_BETWEEN_NOTES
 from fedpax.training.experiment import Experiment
 from fedpax.training.prefetch import Prefetch
 from fedpax.training.progress import Progress
 from fedpax.training.round_logger import NonFiniteError
+from fedpax.training.run_writers import RunFiles
 
 ENDLESS = 2**31
 

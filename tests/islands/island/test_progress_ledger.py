@@ -5,7 +5,7 @@ from typing import Any
 
 from fedpax.islands.island.island import Ledger
 from fedpax.islands.island.training_rounds import TrainingRounds
-from fedpax.sites.site_process import RunFiles
+from fedpax.training.run_writers import RunFiles
 
 
 def test_an_island_sends_the_fragment_of_the_next_merge():
@@ -31,7 +31,7 @@ def test_an_island_that_is_far_ahead_tells_it_once() -> None:
     experiment: Any = SimpleNamespace(training=SimpleNamespace(rounds=90))
     ignored: Any = SimpleNamespace(add=lambda *args: None, steps_per_sync=1)
     progress: Any = SimpleNamespace(note=notes.append)
-    files = RunFiles(ignored, ignored, ignored, progress)
+    files = RunFiles(progress, ignored, ignored, ignored)
     rounds = TrainingRounds(
         experiment, ignored, island, ignored, files, ignored, done=0, give_up_after=1.0
     )

@@ -87,6 +87,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._exports = exports
         self._saving: int | None = None
         self._verified: int | None = None
+        self.is_resized = False  # whether participants had states in another number of them
         self._progress: tuple[int, dict[str, Any]] | None = None
         self._before_complete = before_complete
         self._retention = Retention(keep) if isinstance(keep, int) else keep
@@ -261,7 +262,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         with self._reading(step):
             target = ocp.tree.from_flat_dict(stored, target=like)
             leaves = jax.tree.leaves(self._parts.restore(self._manager, step, target))
-        if any(stored[path] is not leaf for path, leaf in wanted.items()):
+        self.is_resized = any(stored[path] is not leaf for path, leaf in wanted.items())
+        if self.is_resized:
             self._parts.forget()
         kept = kept_participants(position.numbers, numbers)
         for i, leaf in enumerate(jax.tree.leaves(like)):  # frees each saved array after its use

@@ -225,7 +225,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         saved, membership = self._checkpoints.restore_position(), self._options.membership
         if membership is not None and saved.numbers is not None:
             state = membership.rejoin(state, list(saved.numbers))
-        if saved.participants not in (None, participants):
+        if self._checkpoints.is_resized and saved.participants is not None:
             self._progress.note(
                 f"{participants} {self._run.placement} continue from the states of "
                 f"{saved.participants} (--participant_states={rule})"

@@ -1,5 +1,6 @@
 """Runs that resume with another number of islands and on another mesh, for several methods."""
 
+import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -34,8 +35,13 @@ from several_processes import finish, start
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.participant_states import resize_weights
 from fedpax.checkpoints.saved_state import load_params
+from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
+from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.settings.client_methods import method
+from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 ONE, TWO, TWO_TOGETHER, FOUR, FOUR_IN_PAIRS = LAYOUTS
 MOVES = [
@@ -249,3 +255,21 @@ def test_other_islands_and_other_processes_at_once(tmp_path: Path) -> None:
     ]
     assert len(losses[0]) == 7
     np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+def test_a_cohort_of_another_size_continues_from_no_states(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """The state of FedAvg has none of a client, and the store of SCAFFOLD those of all clients."""
+
+    def experiment(size: int, rounds: int) -> Any:
+        training = TrainingConfig(rounds=rounds, evaluate_every=0, checkpoint_every=0)
+        cohort = CohortConfig(size=size, batch_size=4)
+        base = dataclasses.replace(fedavg_synthetic(), cohort=cohort, method=method(name))
+        return dataclasses.replace(base, training=training, mesh=MeshConfig(clients=1))
+
+    train(experiment(4, 1), tmp_path)
+    result = train(experiment(2, 2), tmp_path, allow_config_change=["cohort"])
+    assert result.rounds_trained == 1
+    assert "continue from the states" not in capsys.readouterr().err

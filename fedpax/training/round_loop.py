@@ -230,7 +230,8 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
                 f"{participants} {self._run.placement} continue from the states of "
                 f"{saved.participants} (--participant_states={rule})"
             )
-        if end := describe_end_of_schedule(self._experiment, self.done, state):
+        end = describe_end_of_schedule(self._experiment, self.done, state)
+        if end and self._dispatched == self._first:  # a roll back does not repeat it
             self._progress.note(end)
         return state
 

@@ -21,6 +21,7 @@ from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.goodput import BUCKETS, read_goodput
 from fedpax.run_files.metrics import TIMINGS, read_metrics, select
 from fedpax.run_files.paths import latest_round
+from fedpax.training import round_loop
 from fedpax.training.diagnostics import Watchdog
 from fedpax.training.experiment import Run
 from fedpax.training.spikes import RepeatedSpikesError
@@ -189,6 +190,18 @@ def test_a_run_that_rolls_back_resumes_identically(
     assert result.finished and not Spiky.interrupt
     assert params_of(tmp_path) == params_of(rolled_back)
     assert lines_of(tmp_path) == lines_of(rolled_back)
+
+
+def test_a_roll_back_does_not_repeat_what_the_start_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_loop, "describe_end_of_schedule", lambda *_: "the schedule has ended")
+    train(experiment(4, on_spike="roll_back"), tmp_path)
+    assert "has ended" not in capsys.readouterr().err  # a new run has its whole schedule
+    assert train(experiment(on_spike="roll_back"), tmp_path).finished
+    messages = capsys.readouterr().err
+    assert "rolled back to round 4" in messages
+    assert messages.count("the schedule has ended") == 1
 
 
 @pytest.mark.slow

@@ -55,13 +55,12 @@ def pretrain_c4_1b() -> Pretraining:
 
 def pretrain_c4_16b() -> Pretraining:
     """Pretraining of a 16B model on C4 on 32 chips, as Pax's C4Spmd16BAdam32Replicas."""
-    return Pretraining(
+    return dataclasses.replace(
+        pretrain_c4_1b(),
         mesh=MeshConfig(tensor=2),
         model=presets.pax_c4_16b(),
         data=_c4(batch_size=512),
-        loss=LossConfig(z_loss_weight=1e-4),
         optimizer=_adamw(learning_rate=1e-4),
-        training=TrainingConfig(rounds=1500, evaluate_every=100, checkpoint_every=100),
     )
 
 

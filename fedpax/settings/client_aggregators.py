@@ -64,6 +64,15 @@ class AggregatorConfig(FunctionSettings):
         "expected_participants": 1e30,
         "releases_before": 0,
     }
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "private_mean": {"max_norm": 1.0, "noise_multiplier": 1.0},
+        "private_secure_mean": {"max_norm": 1.0, "noise_multiplier": 1.0},
+        "secure_mean": {"max_value": 1.0},
+        "quantized_mean": {"num_levels": 16},
+        "trimmed_mean": {"trim_fraction": 0.1},
+        "krum": {"num_byzantine": 1},
+        "bulyan": {"num_byzantine": 1},
+    }
 
     @classmethod
     def functions(cls) -> dict[str, Callable[..., Any]]:
@@ -75,20 +84,6 @@ class AggregatorConfig(FunctionSettings):
             for name, function in known.items()
             if inspect.isfunction(function) and is_choice(function, cls.given, Aggregator)
         }
-
-    @classmethod
-    def defaults(cls, function: Callable[..., Any]) -> Mapping[str, Any]:
-        """Return the values with which experiments begin, of settings that a function requires."""
-        defaults: dict[str, dict[str, Any]] = {
-            "private_mean": {"max_norm": 1.0, "noise_multiplier": 1.0},
-            "private_secure_mean": {"max_norm": 1.0, "noise_multiplier": 1.0},
-            "secure_mean": {"max_value": 1.0},
-            "quantized_mean": {"num_levels": 16},
-            "trimmed_mean": {"trim_fraction": 0.1},
-            "krum": {"num_byzantine": 1},
-            "bulyan": {"num_byzantine": 1},
-        }
-        return defaults.get(function.__name__, {})
 
     @property
     def counts_alike(self) -> bool:

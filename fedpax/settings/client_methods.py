@@ -64,6 +64,17 @@ class MethodConfig(FunctionSettings):
         server_optimizer=optax.sgd(1.0),
         chunk_size=1,
     ).arguments(lambda params, batch: (params, {}))
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "fedprox": {"mu": 0.1},
+        "feddyn": {"alpha": 0.1},
+        "agnostic": {"mixture_learning_rate": 0.001},
+        "_fedac": {"strong_convexity": 0.1, "local_steps": 10},
+        "ditto": {"lam": 0.1},
+        "apfl": {"mixing": 0.5},
+        "hypcluster": {"num_clusters": 2},
+        "per_fedavg": {"adaptation_learning_rate": 0.1},
+        "reptile": {"meta_learning_rate": 0.5},
+    }
 
     @classmethod
     def functions(cls) -> dict[str, Callable[..., Any]]:
@@ -79,22 +90,6 @@ class MethodConfig(FunctionSettings):
             and "cohort_size" in inspect.signature(method).parameters
             and is_choice(method, cls.given, FederatedAlgorithm)
         }
-
-    @classmethod
-    def defaults(cls, function: Callable[..., Any]) -> Mapping[str, Any]:
-        """Return the values with which experiments begin, of settings that a method requires."""
-        defaults: dict[str, dict[str, Any]] = {
-            "fedprox": {"mu": 0.1},
-            "feddyn": {"alpha": 0.1},
-            "agnostic": {"mixture_learning_rate": 0.001},
-            "_fedac": {"strong_convexity": 0.1, "local_steps": 10},
-            "ditto": {"lam": 0.1},
-            "apfl": {"mixing": 0.5},
-            "hypcluster": {"num_clusters": 2},
-            "per_fedavg": {"adaptation_learning_rate": 0.1},
-            "reptile": {"meta_learning_rate": 0.5},
-        }
-        return defaults.get(function.__name__, {})
 
     @property
     def has_server_optimizer(self) -> bool:

@@ -31,20 +31,17 @@ class FunctionSettings(CheckedConfig):
         function: the function.
         group: such as "method": the flag that chooses the function.
         given: arguments of functions that an experiment gives, with values to check settings with.
+        defaults: default values of settings that a function requires, by the function's name.
     """
 
     function: ClassVar[Callable[..., Any]]
     given: ClassVar[Mapping[str, Any]]
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     @classmethod
     def functions(cls) -> Mapping[str, Callable[..., Any]]:
         """Return the functions by name."""
         raise NotImplementedError
-
-    @classmethod
-    def defaults(cls, function: Callable[..., Any]) -> Mapping[str, Any]:
-        """Return default values of settings that a function requires, by name."""
-        return {}
 
     @classmethod
     def of(cls, function: str | Callable[..., Any]) -> type[Self]:
@@ -211,7 +208,7 @@ def is_choice(function: Callable[..., Any], given: Mapping[str, Any], returned: 
 @functools.cache
 def _settings_class(base: type[Any], function: Callable[..., Any]) -> type[Any]:
     """Make the settings of a function. Equal functions have one class, so settings are equal."""
-    defaults = base.defaults(function)
+    defaults = base.defaults.get(function.__name__, {})
     fields = [
         (name, hint, dataclasses.field(default=defaults.get(name, default)))
         for name, hint, default in _fields(function, base.given)

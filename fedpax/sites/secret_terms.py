@@ -41,6 +41,7 @@ from fedpax.sites.tasks import (
 )
 from fedpax.transforms.client_stages import Stage
 from fedpax.transforms.stages import Stages
+from fedpax.transport.admission import MAX_TEXT
 from fedpax.transport.calls import RefusedError
 
 TASK = "secure_sum"
@@ -73,7 +74,7 @@ class SecretTerms:
         try:
             answer = self._sums.answer(self._name, header["session"], header["request"])
         except SecureSumError as error:
-            return {"fault": str(error)}
+            return {"fault": str(error)[:MAX_TEXT]}
         return {"answer": dict(answer.header)}
 
     def send(
@@ -99,7 +100,7 @@ class SecretTerms:
         try:
             answer = self._sums.answer(self._name, session, request, encode, asked)
         except (SecureSumError, NotSummableError) as error:
-            return {"fault": str(error)}, {}
+            return {"fault": str(error)[:MAX_TEXT]}, {}
         return {**fields, "answer": dict(answer.header)}, answer.arrays
 
 

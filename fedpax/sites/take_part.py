@@ -97,7 +97,9 @@ def take_part(
                 exp=exp,
                 stop=lambda: preemption.signal is not None,
                 give_up_after=give_up_after,
-                sums=SecretTerms(site_name, only_sums_of, signer_of(certificates)),
+                sums=SecretTerms(
+                    site_name, only_sums_of, signer_of(certificates, connection.server_name)
+                ),
                 personal=personal,
                 sends_metrics=not no_metrics,
             )

@@ -106,7 +106,7 @@ class Connection:
         self.address = address
         self._channel = channel
         self._certificates = certificates
-        self._server_name = server_name
+        self.server_name = server_name
         self.max_message_bytes = max_message_bytes
         self._stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
 
@@ -139,9 +139,7 @@ class Connection:
             raise DisconnectedError(f"{self.address}: {escape(details)}")
         if code == grpc.StatusCode.UNAVAILABLE:
             seconds = min(timeout, 3.0)
-            if refusal := find_refusal(
-                self.address, self._certificates, self._server_name, seconds
-            ):
+            if refusal := find_refusal(self.address, self._certificates, self.server_name, seconds):
                 raise RefusedError(refusal)
             # gRPC repeats the address and names each attempt; the reason is its last part.
             details = f"no connection ({details.rpartition(': ')[2]})"

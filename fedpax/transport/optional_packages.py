@@ -32,11 +32,11 @@ def certified_name(folder: str | Path | None) -> str | None:
     return None if folder is None else read_certificates(folder).name
 
 
-def signer_of(folder: str | Path | None) -> "CertificateSigner | None":
-    """Return the signer of a site's keys, or None without certificates."""
+def signer_of(folder: str | Path | None, server: str | None = None) -> "CertificateSigner | None":
+    """Return the signer of a site's keys, or None without certificates; server: its own name."""
     if folder is None:
         return None
     certificates = read_certificates(folder)
     from fedpax.transport.signed_keys import CertificateSigner
 
-    return CertificateSigner(certificates)
+    return CertificateSigner(certificates, server or certificates.name)

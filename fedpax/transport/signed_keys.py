@@ -1,6 +1,8 @@
 """Signatures of the public keys of sites, by the keys of their certificates."""
 
 import base64
+import contextlib
+import ipaddress
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +18,7 @@ from fedpax.transport.certificates import Certificates
 __all__ = ["CertificateSigner"]
 
 _MAX_TEXT = 10_000
+_COMMON_NAME = x509.NameOID.COMMON_NAME
 _ALGORITHM = ec.ECDSA(hashes.SHA256())
 
 
@@ -23,6 +26,11 @@ class CertificateSigner:
     """Signs with a site's certificate, and believes the certificates of its authority.
 
     So a coordinator that does not have the authority's key cannot pose as a site.
+
+    Args:
+        certificates: the certificate and the key of this site.
+        server: the name by which sites know the coordinator: a certificate of this name is not
+            that of a site. Default "": the certificate of any name can be.
 
     Example:
         >>> import tempfile
@@ -35,7 +43,8 @@ class CertificateSigner:
         >>> two.check("site-1", b"my key", proof)
     """
 
-    def __init__(self, certificates: Certificates) -> None:
+    def __init__(self, certificates: Certificates, server: str = "") -> None:
+        self._server = server
         key = serialization.load_pem_private_key(certificates.key, None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
         self._key = key
@@ -49,6 +58,7 @@ class CertificateSigner:
 
     def check(self, site: str, content: bytes, proof: Mapping[str, Any]) -> None:
         """Raise a `SecureSumError` if the proof is not by the site."""
+        reason = "are not signed by a certificate of this name and of this site's authority"
         try:
             match proof:
                 case {"certificate": str() as pem, "signature": str() as text} if (
@@ -56,7 +66,7 @@ class CertificateSigner:
                 ):
                     certificate = x509.load_pem_x509_certificate(pem.encode())
                     certificate.verify_directly_issued_by(self._authority)
-                    names = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+                    names = certificate.subject.get_attributes_for_oid(_COMMON_NAME)
                     public = certificate.public_key()
                     if (
                         [name.value for name in names] == [site]
@@ -65,10 +75,25 @@ class CertificateSigner:
                         and isinstance(public, ec.EllipticCurvePublicKey)
                     ):
                         public.verify(base64.b64decode(text), content, _ALGORITHM)
-                        return
+                        if not (self._server and _is_for(certificate, self._server)):
+                            return
+                        reason = (
+                            "are of the coordinator's certificate, expected that of a site. Make "
+                            "it one of another name by `fedpax certificates --request`"
+                        )
         except (ValueError, TypeError, InvalidSignature):
             pass
-        raise SecureSumError(
-            f"the keys of site {site!r} are not signed by a certificate of this name and of this "
-            "site's authority"
-        )
+        raise SecureSumError(f"the keys of site {site!r} {reason}")
+
+
+def _is_for(certificate: x509.Certificate, server: str) -> bool:
+    """Tell whether a certificate can serve the connections to a host name or an address."""
+    names = [str(x.value) for x in certificate.subject.get_attributes_for_oid(_COMMON_NAME)]
+    with contextlib.suppress(x509.ExtensionNotFound):
+        more = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        names += more.get_values_for_type(x509.DNSName)
+        names += map(str, more.get_values_for_type(x509.IPAddress))
+    host = server.lower().rstrip(".")
+    with contextlib.suppress(ValueError):
+        host = str(ipaddress.ip_address(host))
+    return not {host, "*." + host.partition(".")[2]}.isdisjoint(map(str.lower, names))

@@ -267,6 +267,34 @@ def test_a_coordinator_cannot_pose_as_a_site(tmp_path: Path) -> None:
     answers(SiteSide("c", "t", VALUES["c"], signer=signer("own", "c")))  # of another sum
 
 
+@pytest.mark.parametrize(
+    ("name", "server"),
+    [("syncer.example.org", "Syncer.Example.org"), ("192.0.2.7", "192.0.2.7"), ("::1", "0::1")],
+)
+def test_a_coordinator_cannot_count_as_a_site_by_its_own_certificate(
+    tmp_path: Path, name: str, server: str
+) -> None:
+    make_certificates(tmp_path / "own", ["a", "b", name])
+
+    def signer(site: str, **options: str) -> CertificateSigner:
+        return CertificateSigner(read_certificates(tmp_path / "own" / site), **options)
+
+    names = ["a", "b", name]
+    sites = {n: SiteSide(n, "s", VALUES["a"], signer=signer(n, server=server)) for n in names}
+    coordinator = CoordinatorSide("s", names)
+    for site in names:
+        coordinator.receive(site, sites[site].answer(None))
+    requests = coordinator.advance()
+    for site in names:  # also at a site that has this certificate by mistake
+        with pytest.raises(
+            SecureSumError, match=r"are of the coordinator's certificate.*--request"
+        ):
+            sites[site].answer(requests[site])
+    proof = signer(name).sign(b"x")
+    signer("a", server="localhost").check(name, b"x", proof)
+    signer("a").check(name, b"x", proof)
+
+
 # Sites that do not keep to the protocol.
 
 MASK = {"phase": "mask", "asked": ""}

@@ -76,3 +76,21 @@ def test_false_shares_of_one_site_stop_no_round(
     assert_made_by(outcome.params, sites, 2, NAMES)
     assert [name for name, _ in faults] == ["b", "b"]
     assert any(text.startswith("site b does not keep to the protocol: 4 shares") for text in notes)
+
+
+def test_a_site_with_the_certificate_of_the_coordinator_is_in_no_sum(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    make_certificates(tmp_path / "own", ["syncer", *NAMES[:3]])
+
+    def signer(name: str) -> CertificateSigner:
+        return CertificateSigner(read_certificates(tmp_path / "own" / name), "syncer")
+
+    sites = {name: small(rounds=2, data_seed=i) for i, name in enumerate([*NAMES[:3], "syncer"])}
+    signers = {**{name: signer(name) for name in sites}, "coordinator": signer("syncer")}
+    outcome = run(
+        small(rounds=2), sites, tmp_path, rules=RULES, first_round_needs=4, signers=signers
+    )
+    assert_made_by(outcome.params, sites, 2, NAMES[:3])
+    named = [text for text in notes if text.startswith("site syncer does not keep to the")]
+    assert len(named) == 2 and "are of the coordinator's certificate, expected" in named[0]

@@ -34,6 +34,7 @@ from fedpax.reports.client_report import clients_json, format_clients, plot_clie
 from fedpax.run_files.metrics import with_quantiles
 from fedpax.run_files.paths import write_atomically
 from fedpax.settings.table_data import FilesConfig
+from fedpax.sites.site_files import FEDERATION
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.experiment import Run
 from fedpax.training.progress import describe_devices, format_metrics
@@ -52,6 +53,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     run_rounds, on_flower = engine_of(options), options.engine == "flower"
     saved = read_saved_run("evaluate", arguments, options, fields)
     if isinstance(saved.experiment, FedAvgFiles) and isinstance(saved.trained, FedAvgFiles):
+        if not saved.experiment.data.files and (saved.folder / FEDERATION).is_file():
+            raise UsageError(_how_to_measure(options.job_log_dir))
         _check_held_out(saved.experiment.data, saved.trained.data)
     number = checkpoint_round("evaluate", saved, options.round)
     run = build_run(saved.experiment)
@@ -156,6 +159,16 @@ def measure_clients(run: Run, params: Params, folder: Path, number: int) -> Clie
     if shared is None:
         return evaluated._replace(metrics=personal)
     return shared._replace(metrics={**shared.metrics, **personal})
+
+
+def _how_to_measure(folder: str) -> str:
+    """Return the message for the folder of a coordinator, without files to evaluate on."""
+    return (
+        f"--job_log_dir={folder} is the folder of a coordinator, which has no data, expected files "
+        "with the columns of its table.json. Give for example --data.files='FOLDER/*.csv', or "
+        "evaluate at a site with the --job_log_dir of its `fedpax join`. "
+        f"`fedpax show --job_log_dir={folder}` has the metrics of the sites' held-out examples."
+    )
 
 
 def _check_held_out(data: FilesConfig, trained: FilesConfig) -> None:

@@ -10,6 +10,8 @@ from PIL import Image
 
 from fedpax.experiments.fedavg_image_files import FedAvgImageFiles, fedavg_images
 from fedpax.experiments.fedavg_table import FedAvgTable
+from fedpax.main import main
+from fedpax.run_files.configuration import write_configuration
 from fedpax.settings.client_methods import method
 from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.settings.table_data import TableConfig
@@ -182,3 +184,20 @@ def test_equals_training_on_all_images(tmp_path: Path) -> None:
     for leaf, other in zip(outcome.params, wanted, strict=True):
         assert np.abs(other).max() > 1e-3
         np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
+
+
+def test_evaluating_the_folder_of_a_coordinator_names_what_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_hospitals(tmp_path / "data", {"a": (40, 25), "b": (33,)})
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in "ab"}
+    run(experiment(rounds=1), sites, tmp_path / "runs")
+    folder = tmp_path / "runs" / "coordinator"
+    write_configuration(folder, experiment(rounds=1), "fedavg_table")
+    command = ["evaluate", f"--job_log_dir={folder}"]
+    assert main(command) == 2
+    words = "is the folder of a coordinator, which has no data, expected files with the columns of"
+    message = capsys.readouterr().err
+    assert words in message and f"`fedpax show --job_log_dir={folder}` has the metrics" in message
+    assert main([*command, f"--data.files={tmp_path}/data/b/*.csv"]) == 0
+    assert "round 1: held-out loss" in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """`fedpax export` and `inspect`: write a model or stages for other programs, and show stages."""
 
 import contextlib
-import dataclasses
 import errno
 import os
 import shutil
@@ -34,10 +33,9 @@ from fedpax.errors import UsageError
 from fedpax.experiments.language_model_experiment import LanguageModelExperiment
 from fedpax.experiments.parts.weights import huggingface_obstacle
 from fedpax.files import NO_ROOM
-from fedpax.run_files.configuration import write_configuration
+from fedpax.run_files.configuration import without_paths, write_configuration
 from fedpax.training.experiment import Experiment, Run
 from fedpax.transforms.stages import stages
-from fedpax.user_files.folders import is_files
 
 
 def export(arguments: Sequence[str]) -> int:
@@ -265,31 +263,6 @@ def _write_folder(folder: Path, chosen: str, saved: SavedRun, params: Params) ->
         _write_file(folder / f"params.{chosen}", chosen, params)
     write_configuration(folder, without_paths(saved.experiment), saved.exp)
     saved.experiment.write_inputs(folder)
-
-
-_PLACES = ("files", "data_dir", "heldout_sets", "begin_from", "checkpoint_dir")
-
-
-def without_paths(configuration: Any) -> Any:
-    """Return a configuration without the paths of data and of other runs; names of data stay."""
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(configuration):
-        value = getattr(configuration, field.name)
-        if dataclasses.is_dataclass(value):
-            changes[field.name] = without_paths(value)
-        elif field.default is dataclasses.MISSING:
-            continue
-        elif field.name in _PLACES or (
-            field.name in ("dataset", "mixture") and _names_files(value or ())
-        ):
-            changes[field.name] = field.default
-    return dataclasses.replace(configuration, **changes)
-
-
-def _names_files(names: str | Sequence[str]) -> bool:
-    """Return whether one of the data sets, or of a mixture's "NAME=WEIGHT", is files."""
-    names = (names,) if isinstance(names, str) else names
-    return any(is_files((name.rpartition("=")[0] or name).partition("#")[0]) for name in names)
 
 
 def _write_file(path: Path, chosen: str, params: Params) -> None:

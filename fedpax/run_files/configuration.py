@@ -5,13 +5,14 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from fedpax.errors import ArgumentTypeError, ConfigurationError
 from fedpax.files import describe_no_permission, read_json
 from fedpax.run_files.paths import CONFIGURATION, write_atomically
+from fedpax.user_files.folders import is_files
 
 VERSION = 1
 
@@ -294,3 +295,31 @@ def seed_paths(configuration: Any, path: str = "") -> Iterator[str]:
 def _is_seed(name: str, value: Any) -> bool:
     is_number = value is None or (isinstance(value, int) and not isinstance(value, bool))
     return is_number and (name == "seed" or name.endswith("_seed"))
+
+
+_PLACES = ("files", "data_dir", "heldout_sets", "begin_from", "checkpoint_dir")
+_NAMED = ("weights", "tokenizer", "chat_template", "file")
+
+
+def without_paths(configuration: Any) -> Any:
+    """Return a configuration without the paths of this machine; names of data and files stay."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(configuration):
+        value = getattr(configuration, field.name)
+        if dataclasses.is_dataclass(value):
+            changes[field.name] = without_paths(value)
+        elif field.name in _NAMED and isinstance(value, str):
+            changes[field.name] = Path(value).name
+        elif field.default is dataclasses.MISSING:
+            continue
+        elif field.name in _PLACES or (
+            field.name in ("dataset", "mixture") and _names_files(value or ())
+        ):
+            changes[field.name] = field.default
+    return dataclasses.replace(configuration, **changes)
+
+
+def _names_files(names: str | Sequence[str]) -> bool:
+    """Return whether one of the data sets, or of a mixture's "NAME=WEIGHT", is files."""
+    names = (names,) if isinstance(names, str) else names
+    return any(is_files((name.rpartition("=")[0] or name).partition("#")[0]) for name in names)

@@ -18,7 +18,7 @@ from fedpax.errors import ArgumentError
 from fedpax.parallel.axes import ShardingTree
 from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.parallel.mesh_sizes import ShardedSize, follow
-from fedpax.run_files.configuration import write_configuration
+from fedpax.run_files.configuration import without_paths, write_configuration
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.training_config import TrainingConfig
 
@@ -242,7 +242,7 @@ class Experiment(abc.ABC):
         """Write the model of a checkpoint to a new folder, for other programs.
 
         By default the folder gets an Orbax checkpoint, `params`, and the experiment's
-        `config.json`.
+        `config.json` without paths of this machine.
 
         Args:
             folder: the new folder.
@@ -250,7 +250,8 @@ class Experiment(abc.ABC):
             exp: the experiment's name on the command line.
         """
         write_orbax(folder, params)
-        self.write_configuration(folder, exp)
+        write_configuration(folder, without_paths(self), exp)
+        self.write_inputs(folder)
 
     def write_configuration(self, folder: Path, exp: str) -> None:
         """Write `config.json` and the inputs to the folder of a run, or of an exported model."""

@@ -1,5 +1,6 @@
 """Tests of `fedpax export`."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -18,14 +19,18 @@ from small_runs import NAMED, Command
 
 from fedpax.checkpoints import load_params
 from fedpax.checkpoints.exports import named_arrays, write_safetensors
-from fedpax.commands.export import without_paths
 from fedpax.commands.parts.options import configure
 from fedpax.data import load_tokenizer, train_tokenizer
 from fedpax.errors import MissingPackageError
 from fedpax.experiments.parts.weights import write_huggingface
 from fedpax.models import TransformerConfig, huggingface, transformer
 from fedpax.models.huggingface.config import differing_fields
-from fedpax.run_files.configuration import read_configuration, read_configuration_json
+from fedpax.run_files.configuration import (
+    read_configuration,
+    read_configuration_json,
+    without_paths,
+)
+from fedpax.settings.trace_settings import TraceConfig
 from fedpax.training.folder_owners import JobDirLock
 
 
@@ -293,8 +298,20 @@ def test_the_configuration_of_an_export_has_no_path_of_data(tmp_path: Path) -> N
     text = configure(
         "diloco_text", [f"--data.mixture={tmp_path}/a.jsonl#text=1", "--data.dataset=./b.txt"], None
     )
+    flags = [
+        f"--data.tokenizer={tmp_path}/gemma/tokenizer.json",
+        "--data.chat_template=c/chat.jinja",
+    ]
+    adapted = without_paths(configure("pretrain_text", flags, None))
+    assert adapted.data.tokenizer == "tokenizer.json" and adapted.data.chat_template == "chat.jinja"
+    model = dataclasses.replace(text.model, weights=f"{tmp_path}/gemma")
+    assert without_paths(dataclasses.replace(text, model=model)).model.weights == "gemma"
+    trace = TraceConfig(file=str(tmp_path / "arrivals.csv"))
+    assert without_paths(trace).file == "arrivals.csv"
     named = configure("diloco_text", ["--data.mixture=stdlib_text=1", "--data.seed=3"], None)
     for experiment in (digits, text):
         assert "/" in repr(experiment) and str(tmp_path) not in repr(without_paths(experiment))
     assert "b.txt" not in repr(without_paths(text))
+    digits.write_model(tmp_path / "model", {"w": jnp.ones(2)}, "fedavg_digits")  # of export_every
+    assert str(tmp_path) not in (tmp_path / "model" / "config.json").read_text()
     assert without_paths(named) == named

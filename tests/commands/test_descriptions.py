@@ -8,7 +8,7 @@ import pytest
 from fedpax.commands.flag_table import FLAGS, describe_flags
 from fedpax.commands.join import describe as describe_island
 from fedpax.commands.join import describe_site
-from fedpax.commands.parts.descriptions import join_lines, split_columns
+from fedpax.commands.parts.field_parsing import join_lines, split_columns
 from fedpax.commands.parts.options import describe_group, did_you_mean_flag, parse
 from fedpax.commands.parts.output_files import output_file
 from fedpax.commands.train import describe as describe_run

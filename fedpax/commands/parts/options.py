@@ -1,18 +1,13 @@
 """Options that the commands share: the command's own flags, and the experiment's fields."""
 
-import contextlib
-import copy
 import dataclasses
 import difflib
 import functools
 import inspect
 import itertools
 import operator
-import os
-import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +17,9 @@ from absl import flags
 from fedpax.checks import check_integer_fields
 from fedpax.commands.command_table import COMMANDS
 from fedpax.commands.flag_table import Flag
-from fedpax.commands.parts.descriptions import split_columns, whole_sentences
 from fedpax.commands.parts.devices import skip_absent_tpus
-from fedpax.console import escape_controls, print_error
+from fedpax.commands.parts.field_parsing import parse_fields, split_columns, with_fields
+from fedpax.console import print_error
 from fedpax.errors import UsageError
 from fedpax.experiments.catalog import ExperimentGroup, UnknownExperimentError, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
@@ -34,7 +29,6 @@ from fedpax.settings.function_settings import FunctionSettings
 from fedpax.training.experiment import Experiment
 
 RESERVED = frozenset({"exp", "job_log_dir"})  # no field can have the name of these flags
-_PARSING = threading.Lock()
 _DEFINE: dict[type, Callable[..., Any]] = {
     str: flags.DEFINE_string,
     bool: flags.DEFINE_bool,
@@ -189,16 +183,19 @@ def override(
     job_log_dir: str | Path | None = None,
 ) -> Experiment:
     """Override some fields of an experiment."""
-    seed, fields = _split_seed(overrides)
-    if seed is not None:
+    numbers, fields = _take(overrides, ("seed",))
+    for seed in [_seed(text) for _, text in numbers][-1:]:
         experiment = with_seed(experiment, seed)
-    experiment, fields = _choose(experiment, split_columns(fields))
+    choosable = _choosable(experiment)
+    chosen, fields = _take(split_columns(fields), choosable)
+    for name, function in chosen:  # with its defaults
+        made = _unset(choosable[name].chooser().of(function))
+        experiment = with_fields(experiment, {name: made})
     seeds = ", ".join(seed_paths(experiment))
     text = f"{description}\n\n--seed=N sets all seeds at once: {seeds}.".lstrip()
     text += "".join(_describe_choices(*choice) for choice in _choosable(experiment).items())
-
     try:
-        changed = _parse_fields(experiment, fields, command, text)
+        changed = parse_fields(experiment, fields, command, text)
     except SystemExit as stop:
         hints = (describe_group, _other_choices, _did_you_mean_field)
         if stop.code and (hint := next(filter(None, (h(experiment, fields) for h in hints)), "")):
@@ -212,29 +209,6 @@ def override(
     return resolved
 
 
-def _parse_fields(default: Experiment, fields: Sequence[str], prog: str, text: str) -> Experiment:
-    """Parse the arguments for the fields of an experiment by tyro."""
-    parse = functools.partial(
-        tyro.cli,
-        type(default),
-        args=fields,
-        prog=prog,
-        description=escape_controls(text, keep="\n"),
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
-        registry=whole_sentences(),
-    )
-    # tyro prints the fields' values, which a folder of others can have set.
-    shown = _escape_texts(default)
-    with _PARSING, _colors_on_terminals_alone():  # all threads have its registries and `TERM`
-        try:
-            return parse(default=default, console_outputs=shown == default)
-        except SystemExit:
-            if shown == default:
-                raise
-            return parse(default=shown)
-
-
 def _check_lists_given_once(experiment: Experiment, given: Mapping[str, int]) -> None:
     """Check that no field of several values is given twice: tyro drops the first ones."""
     # The last of two numbers or names counts, so that a script can end with "$@".
@@ -246,44 +220,31 @@ def _check_lists_given_once(experiment: Experiment, given: Mapping[str, int]) ->
             )
 
 
-def _split_seed(overrides: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Return the number of the last `--seed`, which sets all seeds, and the other arguments."""
-    seed, fields = None, []
-    words = iter(overrides)
-    for word in words:
-        name, equals, text = word.partition("=")
-        if name != "--seed":
-            fields.append(word)
-            continue
-        text = text if equals else next(words, "")
-        try:
-            seed = int(text)
-        except ValueError:
-            raise UsageError(
-                f"--seed={text} is not an integer, expected one. Set for example --seed=1."
-            ) from None
-    return seed, fields
+def _take(words: Sequence[str], names: Collection[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Split off the arguments for some names, each with its text, from the others."""
+    taken, others, rest = list[tuple[str, str]](), list[str](), iter(words)
+    for word in rest:
+        flag, equals, text = word.partition("=")
+        if flag.startswith("--") and flag[2:] in names:
+            taken.append((flag[2:], text if equals else next(rest, "")))
+        else:
+            others.append(word)
+    return taken, others
+
+
+def _seed(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(
+            f"--seed={text} is not an integer, expected one. Set for example --seed=1."
+        ) from None
 
 
 def _choosable(experiment: Experiment) -> dict[str, FunctionSettings]:
     """Return the fields that hold the settings of one of several functions, by name."""
     values = {f.name: getattr(experiment, f.name) for f in dataclasses.fields(experiment)}
     return {name: value for name, value in values.items() if isinstance(value, FunctionSettings)}
-
-
-def _choose(experiment: Experiment, overrides: Sequence[str]) -> tuple[Experiment, list[str]]:
-    """Replace the function of a field by the one that `--FIELD=NAME` names, with its defaults."""
-    choosable, fields = _choosable(experiment), []
-    words = iter(overrides)
-    for word in words:
-        flag, equals, text = word.partition("=")
-        name = flag.removeprefix("--")
-        if name not in choosable or not flag.startswith("--"):
-            fields.append(word)
-            continue
-        chosen = choosable[name].chooser().of(text if equals else next(words, ""))
-        experiment = _with_fields(experiment, {name: _unset(chosen)})
-    return experiment, fields
 
 
 def _unset(config_class: type[Any]) -> Any:
@@ -357,40 +318,3 @@ def _did_you_mean_field(experiment: Experiment, overrides: Sequence[str]) -> str
             if difflib.SequenceMatcher(a=word, b=f"--{near}").ratio() < 0.8:
                 return f"Did you mean --{near}?"
     return ""
-
-
-def _escape_texts(value: Any) -> Any:
-    """Escape the control characters of all texts in a configuration, to print it."""
-    if isinstance(value, str):
-        return escape_controls(value)
-    if isinstance(value, tuple):
-        return tuple(_escape_texts(item) for item in value)
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return value
-    names = [field.name for field in dataclasses.fields(value)]
-    return _with_fields(value, {name: _escape_texts(getattr(value, name)) for name in names})
-
-
-def _with_fields(value: Any, changes: Mapping[str, Any]) -> Any:
-    """Replace fields of a frozen dataclass without the checks of a new object."""
-    changed = copy.copy(value)
-    for name, item in changes.items():
-        object.__setattr__(changed, name, item)
-    return changed
-
-
-@contextlib.contextmanager
-def _colors_on_terminals_alone() -> Iterator[None]:
-    """Let tyro print no colors if `NO_COLOR` is set or stderr is no terminal."""
-    # tyro itself looks at stdout alone, and at `TERM`.
-    if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
-        yield
-        return
-    former = os.environ.get("TERM")
-    os.environ["TERM"] = "dumb"
-    try:
-        yield
-    finally:
-        del os.environ["TERM"]
-        if former is not None:
-            os.environ["TERM"] = former

@@ -1,8 +1,9 @@
 """`fedpax compare`: train several experiments and compare them in a table and a picture."""
 
+import itertools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,37 +58,30 @@ def compare(arguments: Sequence[str]) -> int:
             f"--exp={options.exp} names two experiments whose functions have the same name, "
             "expected different names, because each names a folder. Leave one out."
         )
-    into = Path(options.job_log_dir) if options.job_log_dir else None
-    runs = [
-        _plan(title, name, seed, fields, into) for title, name in by_title.items() for seed in seeds
-    ]
+    pairs = itertools.product(by_title.items(), seeds)
+    runs = [_plan(*names, seed, fields, options.job_log_dir) for names, seed in pairs]
     for run in runs:
         refuse_checkpoint_dir(run.experiment.training.checkpoint_dir, "compare")
     check_job_log_dir(options)
     destination = resolve_job_log_dir(options.job_log_dir)
-    folders = {run.label: destination / run.label for run in runs}
-    for path in folders.values():
+    runs = [run._replace(folder=destination / run.label) for run in runs]
+    for path in (run.folder for run in runs):
         if path.is_symlink():
             raise UsageError(
                 f"{path} is a link to {os.readlink(path)}, expected the folder of a run itself, "
                 "because the run would be trained where the link leads. Remove the link, or set "
                 "another --job_log_dir."
             )
-    experiments = {run.label: run.experiment for run in runs}
-    allowed = _allowed_by_experiment(experiments, allowed_changes(options))
-    for run in runs:
-        check_configuration(
-            folders[run.label], run.experiment, run.exp, allow_config_change=allowed[run.label]
-        )
-    for run in runs:
-        if status := _train(run, folders[run.label], allowed[run.label]):
+    allowed = _allowed_by_run(runs, allowed_changes(options))
+    for run, paths in zip(runs, allowed, strict=True):
+        check_configuration(run.folder, run.experiment, run.exp, allow_config_change=paths)
+    for run, paths in zip(runs, allowed, strict=True):
+        if status := _train(run, paths):
             return status
-    for job_log_dir in folders.values():
-        for text in describe_damage(job_log_dir, latest_round(job_log_dir) or 0):
+    for run in runs:
+        for text in describe_damage(run.folder, latest_round(run.folder) or 0):
             print_error(text)
-    repeats = {
-        title: [folders[run.label] for run in runs if run.title == title] for title in by_title
-    }
+    repeats = {title: [run.folder for run in runs if run.title == title] for title in by_title}
     print_line(write_comparison(repeats, destination, metrics))
     if len(seeds) > 1:
         print_line(
@@ -98,7 +92,7 @@ def compare(arguments: Sequence[str]) -> int:
             "\n`communicated` is the size of the operands of collectives on this mesh. The bytes "
             "below are those that all participants receive and send."
         )
-        print_line(f"\n{_compare_to_target(runs, folders, target, destination)}")
+        print_line(f"\n{_compare_to_target(runs, target, destination)}")
     draws = is_installed("matplotlib")
     for name in ("comparison", *(["target"] if target is not None else [])):
         picture = f"{destination / f'{name}.png'} and " if draws else ""
@@ -117,27 +111,29 @@ class PlannedRun(NamedTuple):
     exp: str  # the experiment, as `fedpax train` takes it
     fields: Sequence[str]  # the arguments that override fields, with the seed
     experiment: Experiment
+    folder: Path
 
 
 def _plan(
-    title: str, exp: str, seed: int | None, fields: Sequence[str], into: Path | None
+    title: str, exp: str, seed: int | None, fields: Sequence[str], into: str | None
 ) -> PlannedRun:
     label = title if seed is None else f"{title}_seed_{seed}"
     # First, so that a seed that is stated by its own name keeps its value.
     fields = fields if seed is None else [f"--seed={seed}", *fields]
-    experiment = configure(exp, fields, into and into / label, command="compare")
-    return PlannedRun(label, title, exp, fields, experiment)
+    folder = Path(into or "") / label
+    experiment = configure(exp, fields, folder if into else None, command="compare")
+    return PlannedRun(label, title, exp, fields, experiment, folder)
 
 
-def _train(run: PlannedRun, folder: Path, allowed: Sequence[str]) -> int:
+def _train(run: PlannedRun, allowed: Sequence[str]) -> int:
     """Train a run unless it is finished; return the exit status."""
-    if (latest_round(folder) or 0) >= run.experiment.training.rounds:
-        check_latest_round(folder)
+    if (latest_round(run.folder) or 0) >= run.experiment.training.rounds:
+        check_latest_round(run.folder)
         print_error(f"{run.label if run.label != run.title else run.exp} is finished already.")
         return 0
     # One process each, because a process can set the number of simulated devices only once.
     command = [sys.executable, "-m", "fedpax", "train", f"--exp={run.exp}"]
-    command += [f"--job_log_dir={folder}", *run.fields]
+    command += [f"--job_log_dir={run.folder}", *run.fields]
     return run_subprocess([*command, *(f"--allow_config_change={path}" for path in allowed)])
 
 
@@ -173,16 +169,9 @@ def _find_target(text: str | None, chosen: Sequence[str]) -> Target | None:
         raise UsageError(str(error)) from None
 
 
-def _compare_to_target(
-    runs: Sequence[PlannedRun],
-    folders: Mapping[str, Path],
-    target: Target,
-    destination: Path,
-) -> str:
+def _compare_to_target(runs: Sequence[PlannedRun], target: Target, destination: Path) -> str:
     """Write the files of the target, and return the table of the costs until it is reached."""
-    evaluations = {
-        name: select(read_metrics(folder), "evaluation") for name, folder in folders.items()
-    }
+    evaluations = {run.label: select(read_metrics(run.folder), "evaluation") for run in runs}
     known = {key for lines in evaluations.values() for line in lines for key in line}
     if target.metric not in known:
         metrics = sorted(known - RESERVED_METRICS - {"kind", "round"} | {"loss"})
@@ -191,37 +180,33 @@ def _compare_to_target(
             f"{target.metric!r}, expected one of {', '.join(metrics)}. Set for example "
             f"--target={metrics[0]}={target.value:g}; the runs are kept."
         )
-    experiments = {run.label: run.experiment for run in runs}
     trajectories: dict[str, MetricTrajectory] = {}
 
-    def simulated(name: str) -> int:
-        experiment = experiments[name]
-        return simulated_count(experiment.mesh, experiment.sharded_sizes(), num_cores())
+    def simulated(run: PlannedRun) -> int:
+        return simulated_count(run.experiment.mesh, run.experiment.sharded_sizes(), num_cores())
 
     # The largest mesh first, because the number of simulated devices is set once.
-    for name in sorted(experiments, key=simulated, reverse=True):
-        run = build_run(experiments[name])
+    for planned in sorted(runs, key=simulated, reverse=True):
+        run, label = build_run(planned.experiment), planned.label
         with jax.set_mesh(run.mesh):
-            trajectories[name] = trajectory_of(run, evaluations[name], target.metric)
+            trajectories[label] = trajectory_of(run, evaluations[label], target.metric)
     in_order = {run.label: trajectories[run.label] for run in runs}
     titles = {run.label: run.title for run in runs}
     return write_target_comparison(in_order, target, destination, titles)
 
 
-def _allowed_by_experiment(
-    experiments: dict[str, Experiment], paths: Sequence[str]
-) -> dict[str, list[str]]:
+def _allowed_by_run(runs: Sequence[PlannedRun], paths: Sequence[str]) -> list[list[str]]:
     """Return the allowed fields that each experiment has; each must belong to one at least."""
-    allowed: dict[str, list[str]] = {name: [] for name in experiments}
+    allowed: list[list[str]] = [[] for _ in runs]
     for path in paths:
         errors = []
-        for name, experiment in experiments.items():
+        for run, own in zip(runs, allowed, strict=True):
             try:
-                check_field_names(experiment, [path])
+                check_field_names(run.experiment, [path])
             except ConfigurationError as error:
                 errors.append(error)
             else:
-                allowed[name].append(path)
-        if len(errors) == len(experiments):
+                own.append(path)
+        if len(errors) == len(runs):
             raise errors[0]
     return allowed

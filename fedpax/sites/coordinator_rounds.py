@@ -148,6 +148,8 @@ class Coordinator:
             return
         if not self._agreement.wait_for_sites(needed, least, ready=True):
             return
+        if not self.done:
+            exchange.wait_for(exchange.sites.leave_out_refused, self.stop)
         if least < MANY_SITES and len(exchange.present()) < MANY_SITES:
             self._progress.note(
                 "fewer than 3 sites: from the model before and after a round, each of two sites "

@@ -105,8 +105,7 @@ class SiteEvaluation:
 
     def _describe_absence(self, measured: Sequence[Heldout]) -> str:
         """Say whose examples the metrics are of, unless they are of all sites."""
-        sites = self._exchange.sites
-        number = sum(not sites.is_expelled(site) for site in sites)
+        number = len(self._exchange.sites.members)
         if len(measured) >= number:
             return ""
         examples = sum(heldout.examples for heldout in measured)
@@ -122,7 +121,7 @@ class SiteEvaluation:
         end = deadline + self._round_seconds
         with_model, exchange, sites = self._with_model, self._exchange, self._exchange.sites
         exchange.publish(finished=True, awaits_model=lambda name: name not in with_model)
-        members = [site for site in sites if not sites.is_expelled(site)]
+        members = sites.members
 
         def lacks_model() -> bool:
             return any(site.name not in with_model for site in exchange.present())

@@ -73,6 +73,7 @@ class SiteRecord:
         self.counted: str | None = None  # token of the last round that counted its terms
         self.ready = False  # whether it knows the inputs of all sites
         self.left = self.failed = self.heard_end = False  # failed: it left with an error
+        self.is_refused = False  # its last process
         self.has_rival = False  # whether another process of its name was told to wait
         self.attendance = Attendance()
         self.seen = -math.inf
@@ -162,6 +163,14 @@ class SiteTable:
             site.first, site.renumbered = self.num_clients, 0
             self.num_clients += site.count
 
+    def leave_out_refused(self) -> bool:
+        """Renumber clients before the first round, without those of refused sites; return True."""
+        self.num_clients = 0
+        for site in self:
+            site.first, site.count = self.num_clients, 0 if site.is_refused else site.count
+            self.num_clients += site.count
+        return True
+
     def clients(self, site: SiteRecord) -> ClientRange:
         """Return the clients of a site."""
         return ClientRange(site.first, site.count, self.num_clients)
@@ -171,9 +180,10 @@ class SiteTable:
         heard = not site.left and now - site.seen <= self._silent_after
         return heard and not self._is_expelled(site.name)
 
-    def is_expelled(self, site: SiteRecord) -> bool:
-        """Tell whether a site is expelled."""
-        return self._is_expelled(site.name)
+    @property
+    def members(self) -> list[SiteRecord]:
+        """The sites that have clients in the run and are not expelled."""
+        return [site for site in self if site.count and not self._is_expelled(site.name)]
 
     def hears(self, name: str, now: float) -> bool:
         """Tell whether the site of a name is heard."""

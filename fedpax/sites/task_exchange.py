@@ -171,7 +171,7 @@ class TaskExchange:
         if self._task is not None and is_renumbered and name in self._task.own:
             self._replies[name] = SiteReply({"fault": "it has joined with other clients"}, {})
         site.incarnation, site.description, site.ready = incarnation, description, False
-        site.seen, site.left = now, False
+        site.seen, site.left, site.is_refused = now, False, False
         self._changed.notify_all()
         return self._answer(site, status="ok", run=self.run, down=self._down)
 
@@ -318,7 +318,7 @@ class TaskExchange:
         """Refuse the process that calls; raises."""
         self._refused[name] = incarnation, reason, False
         if (site := self.sites.forget(name)) is not None:
-            site.left, site.ready = True, False
+            site.left, site.ready, site.is_refused = True, False, True
         self._changed.notify_all()
         self._check_is_not_refused(name, incarnation)
 
@@ -328,7 +328,7 @@ class TaskExchange:
             for name, reason in reasons.items():
                 if (site := self.sites.get(name)) is not None:
                     self._refused[name] = site.incarnation, reason, True
-                    site.left, site.ready = True, False
+                    site.left, site.ready, site.is_refused = True, False, True
             self._changed.notify_all()
 
     @property

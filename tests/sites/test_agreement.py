@@ -138,8 +138,9 @@ class LastWithOtherTypes(FirstWithOtherTypes):
     [(False, FirstWithOtherTypes), (True, FirstWithOtherTypes), (True, LastWithOtherTypes)],
 )
 def test_a_site_cannot_choose_the_batches_of_others(
-    tmp_path: Path, has_contract: bool, line_of_a: type[Line]
+    tmp_path: Path, notes: list[str], has_contract: bool, line_of_a: type[Line]
 ) -> None:
+    """A refused site has no number of a client, and nothing says that it is missing."""
     if has_contract:
         write_hospitals(tmp_path / "data", SIZES)
         sites: dict[str, Any] = {
@@ -154,6 +155,15 @@ def test_a_site_cannot_choose_the_batches_of_others(
     assert "x" not in outcome.coordinator.exchange.types or not has_contract
     (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
     assert line["sites"] == 2
+    exchange = outcome.coordinator.exchange
+    assert exchange.sites.num_clients == (3 if has_contract else 2)
+    assert {site.name: site.first for site in exchange.sites.members} == {"b": 0, "c": 1}
+    assert not any("sites that have not asked for the last model" in note for note in notes)
+    if has_contract:  # the numbers of clients decide the order of their examples
+        whole = experiment(*(f"{tmp_path}/data/{s}/*.csv" for s in "bc"))
+        whole = whole.with_inputs({**exchange.inputs, "sites": 0})
+        for leaf, other in zip(outcome.params, train_together(whole, 1), strict=True):
+            np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
 
 
 def description() -> dict[str, Any]:

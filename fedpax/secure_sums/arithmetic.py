@@ -13,7 +13,7 @@ from fedpax.extras import optional
 
 # The package cryptography is imported where it is needed: it is of the extras sites and flower.
 
-KEY_BYTES = 32
+KEY_BYTES, TAG_BYTES = 32, 16
 
 
 def public_key(private: bytes) -> bytes:
@@ -54,15 +54,15 @@ def seal(key: bytes, content: bytes, context: bytes) -> bytes:
     return ChaCha20Poly1305(key).encrypt(bytes(12), content, context)
 
 
-def unseal(key: bytes, sealed: bytes, context: bytes) -> bytes:
-    """Decrypt what `seal` returned."""
+def unseal(key: bytes, sealed: bytes, context: bytes) -> bytes | None:
+    """Decrypt what `seal` returned; None if it was changed."""
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
     try:
         return ChaCha20Poly1305(key).decrypt(bytes(12), sealed, context)
     except InvalidTag:
-        raise SecureSumError("the shares of a site were changed on their way") from None
+        return None
 
 
 # ---- masks of a secure sum: key streams of ChaCha20 that are added to integers modulo 2^32
@@ -98,6 +98,7 @@ PRIME = 2**256 + 297
 """The smallest prime above all secrets of 32 bytes."""
 
 SECRET_BYTES, SHARE_BYTES = 32, 33
+SEALED_BYTES = 2 * SHARE_BYTES + TAG_BYTES  # a share of each of two secrets
 
 
 def split(

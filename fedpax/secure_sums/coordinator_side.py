@@ -8,7 +8,9 @@ import numpy as np
 
 from fedpax.secure_sums.arithmetic import (
     KEY_BYTES,
+    SEALED_BYTES,
     SHARE_BYTES,
+    TAG_BYTES,
     SecureSumError,
     add_mask,
     agree,
@@ -28,14 +30,14 @@ from fedpax.secure_sums.roster import (
     to_text,
 )
 
-PHASES = ("keys", "share", "mask", "reveal")
+PHASES = ("keys", "share", "mask", "confirm", "reveal")
 _ANY_KEY = bytes(range(KEY_BYTES))
 
 
 class CoordinatorSide:
     """The coordinator's part in one secure sum: a state machine.
 
-    In each of the four phases it receives messages of sites, until `waiting` is empty or it waits
+    In each of the five phases it receives messages of sites, until `waiting` is empty or it waits
     no longer. `advance` then ends the phase, and returns the request for each site that is left.
     Sites may drop out in any phase as long as `threshold` are left; late values are of no use to
     the coordinator.
@@ -77,7 +79,7 @@ class CoordinatorSide:
         self.present: tuple[str, ...] = ()
         self.suspects: dict[str, str] = {}
         self._signer, self._task = signer, asked
-        self._misfits: set[tuple[str, str]] = set()  # sender and owner of each wrong share
+        self._misfits: set[tuple[str, str]] = set()  # who sent and who made each wrong share
         self._threshold = threshold
         self._asked = set(sites)
         self._received: dict[str, Any] = {}
@@ -104,7 +106,7 @@ class CoordinatorSide:
             raise SecureSumError(f"a site sends the phase {str(phase)[:100]!r}")
         if phase != self.phase or site not in self.waiting:
             return False
-        answer = self._STEPS[phase][0](self, message)
+        answer = self._STEPS[phase][0](self, site, message)
         if phase == PHASES[0] and self._signer is not None:
             self._signer.check(site, answer.signed_content(self.session, site), answer.proof)
         self._received[site] = answer
@@ -112,6 +114,7 @@ class CoordinatorSide:
 
     def advance(self) -> dict[str, Message]:
         """End the phase, and return the request for each site that is left; {} at the end."""
+        self._received = {site: x for site, x in self._received.items() if x is not None}
         left = set(self._received)
         if self.phase == "keys":
             least = len(left) // 2 + 1
@@ -135,7 +138,8 @@ class CoordinatorSide:
 
     # The phases, in their order.
 
-    def _receive_keys(self, message: Message) -> PublicKeys:
+    def _receive_keys(self, site: str, message: Message) -> PublicKeys:
+        del site
         keys = PublicKeys.from_json(message.header.get("keys"))
         for key in (keys.cipher, keys.mask):
             agree(_ANY_KEY, key, b"")  # raises for a key with which no site could go on
@@ -146,33 +150,29 @@ class CoordinatorSide:
         self._roster = Roster(self.session, self._threshold, dict(self._received))
         return dict.fromkeys(self._received, Message({"phase": "share"} | self._roster.to_json()))
 
-    def _receive_share(self, message: Message) -> dict[str, str]:
+    def _receive_share(self, site: str, message: Message) -> dict[str, str]:
         shares = message.header.get("shares")
-        if not isinstance(shares, dict) or not all(
-            site in self._roster.sites and isinstance(text, str) and len(text) < 1000
-            for site, text in shares.items()
-        ):
-            raise SecureSumError("the shares of a site are malformed")
+        if not isinstance(shares, dict) or shares.keys() != self._roster.sites.keys() - {site}:
+            raise SecureSumError("a site sends shares to other sites than it was asked for")
+        for text in shares.values():
+            to_bytes(text, SEALED_BYTES)
         return shares
 
     def _end_share(self) -> dict[str, Message]:
         self._shared = set(self._received)
         return {
-            site: Message(
-                {
-                    "phase": "mask",
-                    "shares": {
-                        sender: shares[site]
-                        for sender, shares in self._received.items()
-                        if sender != site and site in shares
-                    },
-                }
-            )
-            for site in self._received
+            site: Message({"phase": "mask", "shares": of_site})
+            for site, of_site in _by_receiver(self._received).items()
         }
 
-    def _receive_mask(self, message: Message) -> bool:
-        arrays = message.arrays
+    def _receive_mask(self, site: str, message: Message) -> bool | None:
+        arrays, accused = message.arrays, message.header.get("accused")
+        if accused is not None:  # this site takes no part in the sum
+            if not isinstance(accused, list) or not {*map(str, accused)} <= self._shared - {site}:
+                raise SecureSumError("a site accuses unknown sites")
+            self._misfits |= {(site, sender) for sender in accused}
+            self._find_suspects()
+            return None
         if message.header.get("asked") != to_text(self._task):
             raise SecureSumError(
                 "a site was asked for other values than the coordinator asks for: its model or its "
@@ -190,10 +190,27 @@ class CoordinatorSide:
 
     def _end_mask(self) -> dict[str, Message]:
         self.present = tuple(sorted(self._received))
-        request = Message({"phase": "reveal", "present": list(self.present)})
+        request = Message({"phase": "confirm", "present": list(self.present)})
         return dict.fromkeys(self._received, request)
 
-    def _receive_reveal(self, message: Message) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    def _receive_confirm(self, site: str, message: Message) -> dict[str, str]:
+        confirmed = message.header.get("confirmed")
+        if not isinstance(confirmed, dict) or confirmed.keys() != {*self.present} - {site}:
+            raise SecureSumError("a site confirms to other sites than it was asked for")
+        for text in confirmed.values():
+            to_bytes(text, TAG_BYTES)
+        return confirmed
+
+    def _end_confirm(self) -> dict[str, Message]:
+        return {
+            site: Message({"phase": "reveal", "confirmed": of_site})
+            for site, of_site in _by_receiver(self._received).items()
+        }
+
+    def _receive_reveal(
+        self, site: str, message: Message
+    ) -> tuple[dict[str, bytes], dict[str, bytes]]:
+        del site
         own, keys = message.header.get("own"), message.header.get("keys")
         if (
             not isinstance(own, dict)
@@ -233,6 +250,7 @@ class CoordinatorSide:
         "keys": (_receive_keys, _end_keys),
         "share": (_receive_share, _end_share),
         "mask": (_receive_mask, _end_mask),
+        "confirm": (_receive_confirm, _end_confirm),
         "reveal": (_receive_reveal, _end_reveal),
     }
 
@@ -267,3 +285,11 @@ class CoordinatorSide:
         for site, count in parts.items():
             if count > 1:
                 self.suspects[site] = f"{count} shares that it has sent or made do not fit"
+
+
+def _by_receiver(sent: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """Return what each sender has received from the other senders."""
+    return {
+        site: {sender: texts[site] for sender, texts in sent.items() if sender != site}
+        for site in sent
+    }

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fedpax.secure_sums.arithmetic import KEY_BYTES, SecureSumError, derive
@@ -107,9 +107,14 @@ def pair_purpose(roster_digest: bytes, asked: bytes, first: str, second: str) ->
     return PROTOCOL + b"mask" + roster_digest + pair + asked
 
 
-def share_purpose(roster_digest: bytes, sender: str, receiver: str) -> bytes:
-    """Return the purpose of the key for the shares that one site sends to another."""
-    return PROTOCOL + b"share" + roster_digest + json.dumps((sender, receiver)).encode()
+def sealing_purpose(name: str, roster_digest: bytes, sender: str, receiver: str) -> bytes:
+    """Return the purpose of the key of what one site tells another: "share" or "confirm"."""
+    return PROTOCOL + name.encode() + roster_digest + json.dumps((sender, receiver)).encode()
+
+
+def present_context(present: Sequence[str]) -> bytes:
+    """Return the bytes that authenticate a sorted list of present sites."""
+    return PROTOCOL + b"present" + json.dumps(present).encode()
 
 
 def own_mask_key(secret: bytes, roster_digest: bytes) -> bytes:

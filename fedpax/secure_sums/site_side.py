@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from fedpax.secure_sums.arithmetic import (
+    SEALED_BYTES,
     SECRET_BYTES,
     SHARE_BYTES,
+    TAG_BYTES,
     Codes,
     SecureSumError,
     add_mask,
@@ -26,14 +28,14 @@ from fedpax.secure_sums.roster import (
     commit,
     own_mask_key,
     pair_purpose,
+    present_context,
     read_roster,
-    share_purpose,
+    sealing_purpose,
     to_bytes,
     to_text,
 )
 
-_SEALED_BYTES = 2 * SHARE_BYTES + 16
-_PHASES = ("share", "mask", "reveal")
+_PHASES = ("share", "mask", "confirm", "reveal")
 
 
 class SiteSide:
@@ -71,7 +73,8 @@ class SiteSide:
 
     Reference:
         Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning,
-        CCS 2017, IACR ePrint 2017/281, section 4, figure 4.
+        CCS 2017, IACR ePrint 2017/281, section 4, figure 4. Sites confirm the list of present
+        sites to each other under the keys of their shares, in place of signatures.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class SiteSide:
         self._keys = self._advertise()
         # By sender: its shares of the secret of its own mask, and of its key of pairs' masks.
         self._shares: dict[str, tuple[bytes, bytes]] = {}
+        self._present: list[str] = []
 
     def answer(self, request: Message | None) -> Message:
         """Answer a request of the coordinator; None: begin."""
@@ -143,16 +147,11 @@ class SiteSide:
         own = split(self._own, roster.threshold, list(places.values()), self._random)
         key = split(self._mask_key, roster.threshold, list(places.values()), self._random)
         self._shares[self.name] = own[places[self.name]], key[places[self.name]]
-        sealed = {
-            site: seal(
-                agree(self._cipher_key, keys.cipher, share_purpose(digest, self.name, site)),
-                own[places[site]] + key[places[site]],
-                digest,
-            )
-            for site, keys in roster.sites.items()
+        shares = {
+            site: self._seal("share", site, own[place] + key[place], digest)
+            for site, place in places.items()
             if site != self.name
         }
-        shares = {site: to_text(part) for site, part in sealed.items()}
         return Message({"phase": "share", "shares": shares})
 
     def _mask(self, content: dict[str, Any]) -> Message:
@@ -161,15 +160,17 @@ class SiteSide:
         if not isinstance(shares, dict) or not set(shares) <= set(roster.sites) - {self.name}:
             raise SecureSumError("the coordinator sends shares of unknown sites")
         self._check_count(1 + len(shares))
-        for site, text in shares.items():
-            purpose = share_purpose(digest, site, self.name)
-            sealed = to_bytes(text, _SEALED_BYTES)
-            opened = unseal(
-                agree(self._cipher_key, roster.sites[site].cipher, purpose), sealed, digest
-            )
-            self._shares[site] = opened[:SHARE_BYTES], opened[SHARE_BYTES:]
+        sealed = {site: to_bytes(text, SEALED_BYTES) for site, text in shares.items()}
+        opened = {site: self._unseal("share", site, x, digest) for site, x in sealed.items()}
         values = self._values() if callable(self._values) else self._values
         masked = {name: _to_words(name, array) for name, array in values.items()}
+        # Whoever changed a sender's shares, this site cannot help to open what the sender masks.
+        if accused := sorted(site for site, content in opened.items() if content is None):
+            zeros = {name: np.zeros_like(words) for name, words in masked.items()}
+            return Message({"phase": "mask", "accused": accused}, zeros)
+        for site, content in opened.items():
+            assert content is not None
+            self._shares[site] = content[:SHARE_BYTES], content[SHARE_BYTES:]
         add_mask(masked, own_mask_key(self._own, digest), +1)
         for site in shares:
             purpose = pair_purpose(digest, self.asked, self.name, site)
@@ -177,7 +178,7 @@ class SiteSide:
             add_mask(masked, key, +1 if self.name < site else -1)
         return Message({"phase": "mask", "asked": to_text(self.asked)}, masked)
 
-    def _reveal(self, content: dict[str, Any]) -> Message:
+    def _confirm(self, content: dict[str, Any]) -> Message:
         present = content.get("present")
         if not isinstance(present, list) or not all(isinstance(site, str) for site in present):
             raise SecureSumError("the coordinator's list of present sites is malformed")
@@ -186,10 +187,48 @@ class SiteSide:
         if self.name not in present:
             raise SecureSumError("the coordinator says that this site has dropped out")
         self._check_count(len(present))
+        self._present = sorted(present)
+        context = present_context(self._present)
+        others = [site for site in self._present if site != self.name]
+        confirmed = {site: self._seal("confirm", site, b"", context) for site in others}
+        return Message({"phase": "confirm", "confirmed": confirmed})
+
+    def _reveal(self, content: dict[str, Any]) -> Message:
+        confirmed = content.get("confirmed")
+        if not isinstance(confirmed, dict) or not set(confirmed) <= {*self._present} - {self.name}:
+            raise SecureSumError("the coordinator sends confirmations of unknown sites")
+        context = present_context(self._present)
+        agreeing = [
+            site
+            for site, text in confirmed.items()
+            if self._unseal("confirm", site, to_bytes(text, TAG_BYTES), context) is not None
+        ]
+        # Two lists cannot both have as many: else, told that other sites have dropped out, sites
+        # would reveal the keys of all masks of one of them.
+        if 1 + len(agreeing) < self._known_roster().threshold:
+            raise SecureSumError(
+                f"{1 + len(agreeing)} sites have confirmed the list of present sites, expected at "
+                f"least {self._known_roster().threshold}: the coordinator could tell each site "
+                "another list, and learn the values of one"
+            )
         # Of each site one secret alone: of its own mask, or of its masks with others.
-        own = {site: to_text(self._shares[site][0]) for site in present}
-        keys = {site: to_text(self._shares[site][1]) for site in set(self._shares) - set(present)}
+        own = {site: to_text(self._shares[site][0]) for site in self._present}
+        missing = set(self._shares) - set(self._present)
+        keys = {site: to_text(self._shares[site][1]) for site in missing}
         return Message({"phase": "reveal", "own": own, "keys": keys})
+
+    # What sites tell each other through the coordinator.
+
+    def _seal(self, purpose: str, receiver: str, content: bytes, context: bytes) -> str:
+        return to_text(seal(self._key(purpose, self.name, receiver), content, context))
+
+    def _unseal(self, purpose: str, sender: str, sealed: bytes, context: bytes) -> bytes | None:
+        return unseal(self._key(purpose, sender, self.name), sealed, context)
+
+    def _key(self, purpose: str, sender: str, receiver: str) -> bytes:
+        roster, other = self._known_roster(), receiver if sender == self.name else sender
+        named = sealing_purpose(purpose, roster.digest(), sender, receiver)
+        return agree(self._cipher_key, roster.sites[other].cipher, named)
 
     def _known_roster(self) -> Roster:
         assert self._roster is not None

@@ -179,6 +179,7 @@ class StageCalls:
     def _report(self, name: str, reason: str) -> None:
         self._note(f"site {name} does not keep to the protocol: {reason}")
         self._exchange.report(name, reason)
+        self._exchange.faults[name] = reason
 
     def _note_weights(self, replies: Mapping[str, SiteReply]) -> None:
         """Note what sites claim to weigh, and tell which one of several outweighs all others."""

@@ -107,7 +107,7 @@ def check_same_state(state: chex.ArrayTree, round_number: int) -> None:
     for leaf in jax.tree.leaves(state):
         for devices, shard in _shards_in_several_processes(leaf):
             name = hashlib.sha256(repr(devices).encode()).hexdigest()[:16]
-            data = np.ascontiguousarray(shard.data).view(np.uint8)
+            data = np.ascontiguousarray(shard.data).tobytes()
             checksums[name] = zlib.crc32(data, checksums.get(name, 0))
     first: dict[str, tuple[int, int]] = {}  # the number of the first process that has a value
     for number, values in enumerate(gather_json(checksums)):
@@ -129,9 +129,9 @@ def _shards_in_several_processes(
     holders: dict[str, list[jax.Device]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         holders.setdefault(str(index), []).append(device)
-    for index, shard in {str(shard.index): shard for shard in array.addressable_shards}.items():
-        if len({device.process_index for device in holders[index]}) > 1:
-            yield sorted(device.id for device in holders[index]), shard
+    for part, shard in {str(shard.index): shard for shard in array.addressable_shards}.items():
+        if len({device.process_index for device in holders[part]}) > 1:
+            yield sorted(device.id for device in holders[part]), shard
 
 
 def _check_same(facts: Mapping[str, str], remedies: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import pack_program, parse_program
 from fedpax.errors import FedpaxError
 from fedpax.secure_sums.arithmetic import SHARE_BYTES
+from fedpax.secure_sums.coordinator_side import PHASES
 from fedpax.secure_sums.roster import to_text
 
 LOG = logging.getLogger("test")
@@ -60,29 +61,31 @@ def assert_equals(position, expected):
 
 @pytest.mark.parametrize(
     "phase",
-    ["mask", *(pytest.param(p, marks=pytest.mark.slow) for p in ("keys", "share", "reveal"))],
+    [
+        "mask",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("keys", "share", "confirm", "reveal")),
+    ],
 )
 def test_rounds_equal_the_compiled_rounds_without_a_node_that_drops_out(phase, tmp_path):
     """After its masked terms, a node is in the sum: the others' shares open its own mask."""
-    phases = ["keys", "share", "mask", "reveal"]
 
     def lost(values, node):
         if values["kind"] == "greeting" or node != 101 or values["round"] != 1:
             return None
         asked = "keys" if values["request"] == "null" else eval_phase(values["request"])
-        return "before" if phases.index(asked) >= phases.index(phase) else None
+        return "before" if PHASES.index(asked) >= PHASES.index(phase) else None
 
     program = nodes.program_of("scaffold")
     network = LocalNetwork(program, tmp_path, lost=lost)
     result = run(network, program)
     counts = [metrics["participants"] for _, metrics in result]
-    assert counts[0] == N and counts[1] == (N if phase == "reveal" else 3)
+    assert counts[0] == N and counts[1] == (N if phase in ("confirm", "reveal") else 3)
     expected = nodes.by_jit("scaffold", lambda number: [1] if counts[number] == 3 else [])
     assert_equals(result[-1][0], expected[-1])
 
 
 def eval_phase(request):
-    return next(p for p in ("share", "mask", "reveal") if f'"phase": "{p}"' in request)
+    return next(p for p in PHASES[1:] if f'"phase": "{p}"' in request)
 
 
 def test_the_server_receives_masked_words_alone(tmp_path):

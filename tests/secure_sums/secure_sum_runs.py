@@ -11,7 +11,7 @@ from fedpax.secure_sums import CoordinatorSide, SiteSide
 from fedpax.transport.message import Message, decode, encode
 
 NAMES = ("a", "b", "c", "d", "e")
-PHASES = ("keys", "share", "mask", "reveal")
+PHASES = ("keys", "share", "mask", "confirm", "reveal")
 SHAPES = {"x": (3, 2), "y": (), "z": (0, 4)}
 
 

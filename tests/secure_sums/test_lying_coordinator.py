@@ -10,9 +10,8 @@ import pytest
 from secure_sum_runs import NAMES, make_sites, random_values
 
 from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSide
-from fedpax.secure_sums.arithmetic import SHARE_BYTES, combine, public_key
 from fedpax.secure_sums.asked import AskedStages
-from fedpax.secure_sums.roster import commit, read_roster, to_bytes, to_text
+from fedpax.secure_sums.roster import read_roster, to_text
 from fedpax.transport.certificates import make_certificates, read_certificates
 from fedpax.transport.signed_keys import CertificateSigner
 
@@ -38,9 +37,21 @@ class Sum:
     def roster(self) -> Any:
         return read_roster(self.requests[1]["a"].header, "s")
 
+    def confirmed(self, lists: dict[str, Any]) -> dict[str, dict[str, str]]:
+        """Tell each site a list of present sites; return what each hears from the others."""
+        sent = {n: self.answer(n, confirm(list_)).header["confirmed"] for n, list_ in lists.items()}
+        return {
+            site: {n: texts[site] for n, texts in sent.items() if site in texts and n in list_}
+            for site, list_ in lists.items()
+        }
 
-def reveal(present: Any) -> Message:
-    return Message({"phase": "reveal", "present": list(present)})
+
+def confirm(present: Any) -> Message:
+    return Message({"phase": "confirm", "present": list(present)})
+
+
+def reveal(confirmed: Any) -> Message:
+    return Message({"phase": "reveal", "confirmed": confirmed})
 
 
 @pytest.fixture(scope="module")
@@ -50,34 +61,77 @@ def lies() -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("victim", ["a", "c"])
-def test_lies_about_dropouts_tell_no_two_secrets_of_a_site(
-    victim: str, lies: list[tuple[str, ...]]
-) -> None:
+def test_sites_open_no_two_lists_of_present_sites(victim: str, lies: list[tuple[str, ...]]) -> None:
     # The coordinator tells each site another list: all partitions of the sites into those that
     # hear that the victim is present, and those that hear that it has dropped out.
     others = [name for name in NAMES if name != victim]
     for messages in itertools.product([True, False], repeat=4):
         attack = Sum()
-        own: dict[int, bytes] = {}
-        keys: dict[int, bytes] = {}
-        place = attack.roster.place
-        for name, is_present in [(victim, True), *zip(others, messages, strict=True)]:
-            list_ = [n for n in NAMES if n != victim or is_present]
-            header = attack.answer(name, reveal(list_)).header
-            if victim in header["own"]:
-                own[place(name)] = to_bytes(header["own"][victim], SHARE_BYTES)
-            if victim in header["keys"]:
-                keys[place(name)] = to_bytes(header["keys"][victim], SHARE_BYTES)
+        lists = {victim: list(NAMES)}
+        for name, is_present in zip(others, messages, strict=True):
+            lists[name] = list(NAMES) if is_present else others
+        heard = attack.confirmed(lists)
+        opened = set()
+        for name, list_ in lists.items():
             for lie in lies:  # a second question is of no use
                 if list(lie) != list_:
-                    with pytest.raises(SecureSumError):
-                        attack.answer(name, reveal(lie))
-        advertised = attack.roster.sites[victim]
-        learned_own = commit(combine(own)) == advertised.commitment if own else False
-        secret = combine(keys) if keys else b""
-        learned_key = bool(secret) and public_key(secret) == advertised.mask
-        assert learned_own == (len(own) >= 3) and learned_key == (len(keys) >= 3)
-        assert not (learned_own and learned_key)
+                    with pytest.raises(SecureSumError, match="asks twice"):
+                        attack.answer(name, confirm(lie))
+            if sum(other == list_ for other in lists.values()) >= 3:
+                header = attack.answer(name, reveal(heard[name])).header
+                assert set(header["own"]) == set(list_)
+                opened.add(tuple(list_))
+            else:
+                with pytest.raises(SecureSumError, match="expected at least 3: the coordinator"):
+                    attack.answer(name, reveal(heard[name]))
+        assert len(opened) == 1
+
+
+@pytest.mark.parametrize("count", [5, 7, 9])
+def test_the_peers_of_one_site_are_not_said_to_be_missing(count: int) -> None:
+    # The victim masks with as few sites as may be. Of these, each other site is told that they
+    # have dropped out: with their keys, the coordinator would know all masks of the victim.
+    names = [f"site {i}" for i in range(count)]
+    victim, threshold = names[0], count // 2 + 1
+    peers = names[1:threshold]
+    sites = make_sites({name: VALUES["a"] for name in names})
+    coordinator = CoordinatorSide("s", names)
+    requests: dict[str, Message | None] = dict.fromkeys(names)
+    for _ in range(2):
+        for name in names:
+            coordinator.receive(name, sites[name].answer(requests[name]))
+        requests = dict(coordinator.advance())
+    for name in names:
+        shares = requests[name].header["shares"]
+        shares = {n: x for n, x in shares.items() if name != victim or n in peers}
+        sites[name].answer(Message({"phase": "mask", "shares": shares}))
+    lists = {
+        name: [n for n in names if n == name or n not in peers] for name in names if name != victim
+    }
+    sent = {n: sites[n].answer(confirm(list_)).header["confirmed"] for n, list_ in lists.items()}
+    for name, list_ in lists.items():
+        heard = {n: texts[name] for n, texts in sent.items() if name in texts and n in list_}
+        with pytest.raises(SecureSumError, match="sites have confirmed the list of present sites"):
+            sites[name].answer(reveal(heard))
+
+
+@pytest.mark.parametrize("change", ["of another list", "of another sum", "damaged", "unknown"])
+def test_confirmations_that_do_not_count(change: str) -> None:
+    attack = Sum()
+    lists = dict.fromkeys(NAMES, NAMES)
+    if change == "of another list":
+        lists |= dict.fromkeys("bcd", "abcd")
+    heard = attack.confirmed(lists)["a"]
+    words = "2 sites have confirmed"
+    if change == "of another sum":
+        heard = Sum().confirmed(lists)["a"] | {"e": heard["e"]}
+    elif change == "damaged":
+        flipped = {n: ("B" if x[0] == "A" else "A") + x[1:] for n, x in heard.items() if n != "e"}
+        heard = heard | flipped
+    elif change == "unknown":
+        heard, words = heard | {"x": heard["b"]}, "confirmations of unknown sites"
+    with pytest.raises(SecureSumError, match=words):
+        attack.answer("a", reveal(heard))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +148,7 @@ def test_lies_about_dropouts_tell_no_two_secrets_of_a_site(
 )
 def test_lists_that_are_refused(present: Any, words: str) -> None:
     with pytest.raises(SecureSumError, match=words):
-        Sum().answer("a", reveal(present))
+        Sum().answer("a", confirm(present))
 
 
 def test_phases_are_answered_once_and_in_order() -> None:
@@ -105,7 +159,7 @@ def test_phases_are_answered_once_and_in_order() -> None:
     fewer = {k: v for k, v in mask.header["shares"].items() if k != "e"}
     with pytest.raises(SecureSumError, match="asks twice for the phase 'mask' of the sum 's'"):
         one.answer(Message({"phase": "mask", "shares": fewer}))
-    for request in (mask, reveal(NAMES)):
+    for request in (mask, confirm(NAMES), reveal({})):
         with pytest.raises(SecureSumError, match="out of order"):
             two.answer(request)
     for phase in ("keys", "x", None, 3, ["mask"]):
@@ -157,16 +211,15 @@ def test_different_lists_of_sites_lead_nowhere() -> None:
     other = dict(requests["a"].header)
     other["sites"] = {k: v for k, v in other["sites"].items() if k != "e"}
     requests["a"] = Message(other)
-    for name in NAMES:
-        coordinator.receive(name, sites[name].answer(requests[name]))
-    requests = coordinator.advance()
-    assert "a" not in requests["e"].header["shares"]
+    sent = {name: sites[name].answer(requests[name]).header["shares"] for name in NAMES}
+    assert "e" not in sent["a"]
     for name in "abcd":
-        shares = dict(requests[name].header["shares"])
+        shares = {n: texts[name] for n, texts in sent.items() if n != name}
         if name == "a":
             del shares["e"]
-        with pytest.raises(SecureSumError, match="changed on their way"):
-            sites[name].answer(Message({"phase": "mask", "shares": shares}))
+        answer = sites[name].answer(Message({"phase": "mask", "shares": shares}))
+        assert answer.header["accused"] == (["b", "c", "d"] if name == "a" else ["a"])
+        assert not any(x.any() for x in answer.arrays.values())
 
 
 @pytest.mark.parametrize("change", ["swapped", "damaged", "of itself", "of a stranger", "few"])
@@ -181,7 +234,7 @@ def test_shares_that_are_refused(change: str) -> None:
     for name in NAMES:
         coordinator.receive(name, sites[name].answer(requests[name]))
     shares = dict(coordinator.advance()["a"].header["shares"])
-    words = "changed on their way"
+    words = ""
     if change == "swapped":
         shares["b"], shares["c"] = shares["c"], shares["b"]
     elif change == "damaged":
@@ -190,8 +243,14 @@ def test_shares_that_are_refused(change: str) -> None:
         shares, words = {"b": shares["b"]}, "2 sites are left"
     else:
         shares["a" if change == "of itself" else "x"], words = shares["b"], "unknown sites"
+    request = Message({"phase": "mask", "shares": shares})
+    if not words:
+        answer = site.answer(request)
+        assert answer.header["accused"] == (["b", "c"] if change == "swapped" else ["b"])
+        assert not any(x.any() for x in answer.arrays.values())
+        return
     with pytest.raises(SecureSumError, match=words):
-        site.answer(Message({"phase": "mask", "shares": shares}))
+        site.answer(request)
 
 
 @pytest.mark.parametrize("dropped", ["", "b", "e"])
@@ -315,17 +374,23 @@ def with_keys(**changed: Any) -> Message:
         (0, with_keys(proof={"text": "x" * 10_001}), "keys of a site are malformed"),
         (0, with_keys(proof={"list": [[]]}), "keys of a site are malformed"),
         (0, Message({"phase": "x"}), "sends the phase 'x'"),
-        (1, Message({"phase": "share", "shares": {"x": "A"}}), "shares of a site are malformed"),
-        (1, Message({"phase": "share", "shares": {"a": 1}}), "shares of a site are malformed"),
-        (1, Message({"phase": "share", "shares": {"a": "A" * 1000}}), "malformed"),
+        (1, Message({"phase": "share", "shares": {"x": "A"}}), "shares to other sites"),
+        (1, Message({"phase": "share", "shares": dict.fromkeys("bcd", "A")}), "to other sites"),
+        (1, Message({"phase": "share", "shares": dict.fromkeys("bcde", 1)}), "base64 of 82 bytes"),
+        (1, Message({"phase": "share", "shares": dict.fromkeys("bcde", "AAAA")}), "of 82 bytes"),
+        (2, Message({"phase": "mask", "accused": ["x"]}), "accuses unknown sites"),
+        (2, Message({"phase": "mask", "accused": ["a"]}), "accuses unknown sites"),
+        (2, Message({"phase": "mask", "accused": "b"}), "accuses unknown sites"),
         (2, Message(MASK, {"x": np.zeros(3, np.uint32)}), "other names, shapes"),
         (2, Message(MASK, {"x": np.zeros((3, 2))}), "other names, shapes or dtypes"),
         (2, Message(MASK), "other names, shapes or dtypes"),
         (2, Message({**MASK, "asked": to_text(b"x")}), "asked for other values"),
         (2, Message({"phase": "mask"}), "asked for other values"),
-        (3, Message({"phase": "reveal", "own": {}, "keys": {}}), "other shares than it was asked"),
-        (3, Message({"phase": "reveal", "own": [], "keys": {}}), "other shares than it was asked"),
-        (3, Message({"phase": "reveal", "own": dict.fromkeys(NAMES, "A"), "keys": {}}), "base64"),
+        (3, Message({"phase": "confirm", "confirmed": {}}), "confirms to other sites"),
+        (3, Message({"phase": "confirm", "confirmed": dict.fromkeys("bcde", "A")}), "of 16 bytes"),
+        (4, Message({"phase": "reveal", "own": {}, "keys": {}}), "other shares than it was asked"),
+        (4, Message({"phase": "reveal", "own": [], "keys": {}}), "other shares than it was asked"),
+        (4, Message({"phase": "reveal", "own": dict.fromkeys(NAMES, "A"), "keys": {}}), "base64"),
     ],
 )
 def test_malformed_answers_change_nothing(phase: int, message: Message, words: str) -> None:
@@ -333,7 +398,7 @@ def test_malformed_answers_change_nothing(phase: int, message: Message, words: s
     shapes = {name: array.shape for name, array in VALUES["a"].items()}
     coordinator = CoordinatorSide("s", NAMES, shapes=shapes)
     requests: dict[str, Message | None] = dict.fromkeys(NAMES)
-    for number in range(4):
+    for number in range(5):
         if number == phase:
             with pytest.raises(SecureSumError, match=words):
                 coordinator.receive("a", message)

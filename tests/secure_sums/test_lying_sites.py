@@ -28,17 +28,20 @@ def change(answers: dict[str, Message], liar: str, kind: str, about: Any) -> Non
 
 
 def before_the_end(
-    present: Any = NAMES, threshold: int | None = None, cheat: str = ""
+    present: Any = NAMES, threshold: int | None = None, cheat: str = "", accuser: str = ""
 ) -> tuple[CoordinatorSide, dict[str, Message]]:
     """Run a sum up to the last answers of sites; one may share a secret that is not its own."""
     sites = make_sites(VALUES)
     coordinator = CoordinatorSide("s", NAMES, threshold=threshold)
     requests: dict[str, Message | None] = dict.fromkeys(NAMES)
-    for phase in range(3):
+    for phase in range(4):
         for name in NAMES if phase < 2 else present:
             if name == cheat and phase == 1:
                 sites[name]._own = secrets.token_bytes(32)
             coordinator.receive(name, sites[name].answer(requests[name]))
+        if accuser and phase == 2:
+            others = [name for name in NAMES if name != accuser]
+            coordinator.receive(accuser, Message({"phase": "mask", "accused": others}))
         requests = dict(coordinator.advance())
     return coordinator, {name: sites[name].answer(requests[name]) for name in present}
 
@@ -47,6 +50,38 @@ def end(coordinator: CoordinatorSide, answers: dict[str, Message]) -> None:
     for name, answer in answers.items():
         coordinator.receive(name, answer)
     coordinator.advance()
+
+
+@pytest.mark.parametrize("to", ["abde", "a", "ab"])
+def test_a_site_that_sends_shares_which_do_not_open(to: str) -> None:
+    # Whom it sends false shares leaves the sum; those of several sites name the liar.
+    sites, coordinator = make_sites(VALUES), CoordinatorSide("s", NAMES)
+    requests: dict[str, Message | None] = dict.fromkeys(NAMES)
+    stopped = False
+    while not coordinator.done:
+        for name in requests:
+            answer = sites[name].answer(requests[name])
+            if name == "c" and coordinator.phase == "share":
+                shares = dict(answer.header["shares"])
+                false = {n: to_text(secrets.token_bytes(82)) for n in to}
+                answer = Message({"phase": "share", "shares": shares | false})
+            coordinator.receive(name, answer)
+        try:
+            requests = dict(coordinator.advance())
+        except SecureSumError as error:
+            assert "1 sites are left in the phase 'mask'" in str(error)
+            stopped = True
+            break
+    assert stopped == (to == "abde")
+    assert set(coordinator.suspects) == ({"c"} if len(to) > 1 else set())
+    if not stopped:
+        stay = [name for name in NAMES if name not in to]
+        np.testing.assert_array_equal(coordinator.total["x"], true_sum(VALUES, stay)["x"])
+
+
+def test_a_site_that_accuses_all_others_is_the_suspect() -> None:
+    coordinator, _ = before_the_end("abde", accuser="c")
+    assert coordinator.present == tuple("abde") and set(coordinator.suspects) == {"c"}
 
 
 @pytest.mark.parametrize("liar", ["a", "c", "e"])

@@ -82,8 +82,7 @@ def test_what_is_sealed_cannot_be_changed() -> None:
         (ALICE, changed, b"context"),
         (ALICE, sealed, b"another"),
     ):
-        with pytest.raises(SecureSumError, match="changed on their way"):
-            unseal(key, text, context)
+        assert unseal(key, text, context) is None
 
 
 def test_shares_of_a_fixed_polynomial() -> None:

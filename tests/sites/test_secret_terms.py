@@ -129,7 +129,7 @@ def test_a_site_that_drops_out_of_a_sum(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(np.isfinite(x).all() for x in outcome.params)
 
 
-@pytest.mark.parametrize("phase", ["keys", "share", "mask", "reveal"])
+@pytest.mark.parametrize("phase", ["keys", "share", "mask", "confirm", "reveal"])
 @pytest.mark.slow
 def test_a_site_that_is_silent_from_a_phase_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
@@ -151,7 +151,7 @@ def test_a_site_that_is_silent_from_a_phase_on(
     rules = RoundRules(3, 2.0, secure_sums=True)
     run(experiment(rounds=2), sites, tmp_path / "runs", rules=rules, first_round_needs=4)
     _, last = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
-    assert seen and last["sites"] == (4 if phase == "reveal" else 3)
+    assert seen and last["sites"] == (4 if phase in ("confirm", "reveal") else 3)
 
 
 def test_a_site_can_insist_on_secure_sums() -> None:

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from fedpax.secure_sums import Message, SiteSide
-from fedpax.secure_sums.arithmetic import SHARE_BYTES
+from fedpax.secure_sums.arithmetic import SEALED_BYTES, SHARE_BYTES
+from fedpax.secure_sums.roster import to_text
+from fedpax.sites.coordinator_rounds import FailedRoundError
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_table import read_sites
 from fedpax.transport.admission import Admission, SiteLimits
@@ -94,3 +96,32 @@ def test_a_site_with_the_certificate_of_the_coordinator_is_in_no_sum(
     assert_made_by(outcome.params, sites, 2, NAMES[:3])
     named = [text for text in notes if text.startswith("site syncer does not keep to the")]
     assert len(named) == 2 and "are of the coordinator's certificate, expected" in named[0]
+
+
+def test_shares_that_do_not_open_name_their_sender_alone(
+    tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With certificates, its further messages are not handled, and the others train on.
+    answer = SiteSide.answer
+
+    def lie(side: SiteSide, request: Any) -> Message:
+        honest = answer(side, request)
+        if side.name == "d" and honest.header["phase"] == "share":
+            false = dict.fromkeys(honest.header["shares"], to_text(bytes(SEALED_BYTES)))
+            return Message({**honest.header, "shares": false})
+        return honest
+
+    monkeypatch.setattr(SiteSide, "answer", lie)
+    faults: list[tuple[str, str]] = []
+    sites = {name: small(rounds=2, data_seed=i) for i, name in enumerate(NAMES)}
+    with pytest.raises(FailedRoundError, match=r"counts \(d: 3 shares that it has sent"):
+        run(
+            small(rounds=2),
+            sites,
+            tmp_path,
+            rules=RULES,
+            first_round_needs=4,
+            on_fault=lambda *fault: faults.append(fault),
+        )
+    assert {name for name, _ in faults} == {"d"} and len(faults) == 5
+    assert any(text.startswith("site d does not keep to the protocol: 3 shares") for text in notes)

@@ -8,6 +8,8 @@ from fedpax.run_files.goodput import GoodputClock as GoodputClock
 from fedpax.run_files.metrics import read_metrics as read_metrics
 from fedpax.run_files.metrics import select as select
 from fedpax.training.client_metrics import ClientMetrics as ClientMetrics
+from fedpax.training.client_metrics import ExampleOwners as ExampleOwners
+from fedpax.training.client_metrics import classification_by_client as classification_by_client
 from fedpax.training.evaluation import evaluate_by_client as evaluate_by_client
 from fedpax.training.evaluation import evaluator as evaluator
 from fedpax.training.evaluation import placed_evaluator as placed_evaluator

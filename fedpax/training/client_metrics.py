@@ -48,9 +48,18 @@ class EvaluatedClients(Protocol):
 
 
 class ExampleOwners(NamedTuple):
-    """Clients that have their own held-out examples."""
+    """Clients that have their own held-out examples.
 
-    names: Sequence[str]  # the clients' names
+    Attributes:
+        names: the clients' names.
+        owners: the number of the client of each example, from 0.
+
+    Example:
+        >>> ExampleOwners(["a", "b"], np.array([0, 0, 1])).sum(np.array([1.0, 2.0, 5.0])).tolist()
+        [3.0, 5.0]
+    """
+
+    names: Sequence[str]
     owners: Int[np.ndarray, " examples"]
 
     def sum(self, values: Float[np.ndarray, " examples"]) -> Float64[np.ndarray, " clients"]:
@@ -77,9 +86,28 @@ def classification_by_client(
     labels: Int[np.ndarray, " examples"],
     clients: EvaluatedClients,
 ) -> ClientMetrics:
-    """Measure a classifier on the examples of each client: the metrics of `docs/tables.md`."""
-    # `auc` counts ties half. Average precision is without interpolation. A metric that a client has
-    # no examples for is NaN. `calibration_error` as in Guo et al., arXiv:1706.04599, section 2.
+    """Measure a classifier on the examples of each client, as `fedpax evaluate` does for tables.
+
+    `auc` counts ties half, and `average_precision` is without interpolation.
+
+    Args:
+        logits: the model's outputs.
+        labels: the classes, from 0.
+        clients: the clients of the examples, such as `ExampleOwners`.
+
+    Returns:
+        The metrics, NaN where a client's examples do not define one.
+
+    Example:
+        >>> logits = np.array([[0.0, 2.0], [0.0, -1.0], [0.0, 1.0]])
+        >>> clients = ExampleOwners(["a", "b"], np.array([0, 0, 1]))
+        >>> classification_by_client(logits, np.array([1, 0, 1]), clients).metrics["auc"].tolist()
+        [1.0, nan]
+
+    Reference:
+        Guo et al., On Calibration of Modern Neural Networks, arXiv:1706.04599, section 2
+        (`calibration_error`).
+    """
     logits = np.asarray(logits, np.float64)
     shifted = logits - logits.max(axis=1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

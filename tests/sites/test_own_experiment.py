@@ -1,6 +1,7 @@
 """The experiment of docs/experiments.md over two sites equals its training in one place."""
 
 import dataclasses
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -12,12 +13,14 @@ import pytest
 from site_processes import free_port, run_script
 
 from fedpax.checkpoints.saved_state import load_params
+from fedpax.data import partition_natural
 from fedpax.experiments import ClientExperiment
 from fedpax.experiments.catalog import find_experiment
 from fedpax.main import main
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.settings.client_methods import method
 from fedpax.sites.site_experiment import ClientRange
+from fedpax.training import ExampleOwners, classification_by_client
 from fedpax.training.training_config import TrainingConfig
 from sites.federation import run
 from sites.test_equals_training import train_together
@@ -105,6 +108,46 @@ def test_held_out_batches_need_no_mask() -> None:
             return lambda: without
 
     assert 0 < count < Unmasked(**vars(experiment)).count_heldout() == 256 * len(batches)
+
+
+@pytest.mark.usefixtures("commands")
+def test_the_auc_of_each_client_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sites = {name: clinics(f"clinics/{name}.npz", rounds=1) for name in ("bergen", "lund")}
+
+    def make_client_evaluation(self, model):
+        source = self.load("heldout")
+        parts = partition_natural(source, "patient")
+        owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        x, y = (source.column(name)[np.concatenate(parts)] for name in ("x", "y"))
+
+        def evaluate(params):
+            outputs = np.asarray(model.apply(params, np.float32(x)))
+            logits = np.stack([np.zeros_like(outputs), outputs], axis=1)
+            clients = ExampleOwners([str(name) for name in parts.names], owners)
+            return classification_by_client(logits, np.int32(y > 0), clients)
+
+        return evaluate
+
+    monkeypatch.setattr(type(sites["lund"]), "make_client_evaluation", make_client_evaluation)
+    outcome = run(clinics("no/data", rounds=1), sites, tmp_path / "runs")
+    assert (
+        main(["evaluate", EXP, "--job_log_dir=runs/lund", "--by_client", "--json=lund.json"]) == 0
+    )
+    measured = json.loads(Path("lund.json").read_text())["clients"]
+
+    source = sites["lund"].load("heldout")
+    model = sites["lund"].make_model()
+    outputs = np.asarray(model.apply(outcome.coordinator.params, np.float32(source.column("x"))))
+    expected = {}
+    for name in sorted({*source.column("patient")}):
+        own = source.column("patient") == name
+        positive, negative = (
+            outputs[own & (is_one == (source.column("y") > 0))] for is_one in (True, False)
+        )
+        pairs = positive[:, None] > negative
+        expected[str(name)] = float(pairs.mean()) if pairs.size else None
+    assert any(value is not None for value in expected.values())
+    assert {row["client"]: row["auc"] for row in measured} == pytest.approx(expected)
 
 
 @pytest.mark.slow

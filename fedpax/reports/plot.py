@@ -151,7 +151,9 @@ def _plot(
         if "alpha" not in style:
             color, dashes = style["color"], style["linestyle"]
             axes.axhline(visible[-1][1], linewidth=2, color=color, linestyle=dashes)
-            axes.set_xlabel("bytes between participants (horizontal: no communication)")
+            axes.set_xlabel(
+                "bytes of collectives between participants (horizontal: no communication)"
+            )
     else:
         (axes.errorbar if "yerr" in style else axes.plot)(positions, values, **style)
     return True
@@ -186,7 +188,10 @@ def _style_panel(axes: Axes, key: Axis, runs: Iterable[Sequence[Line]], metric: 
             title = f"{shown} over {label}"
             count_ticks(axes.xaxis)
         case "bytes_across_placement":
-            title, label = f"{shown} over communication", "bytes between participants"
+            title, label = (
+                f"{shown} over communication",
+                "bytes of collectives between participants",
+            )
             byte_axis(axes, [line.get(key) or 0 for lines in runs for line in lines])
         case "wall_seconds" | "virtual_seconds":
             unit, scale = _time_unit(runs, key)

@@ -88,24 +88,36 @@ def trajectory_of(
     if run.placement in program_placements(jaxpr.jaxpr):
         each = cost(run.algorithm.round, *arguments).placements[run.placement]
         # A single island has no other one to communicate with.
-        links = 0 if (run.placement, each.size) == ("islands", 1) else each.size
+        links = 0 if (run.placement, each.size) == ("islands", 1) else 1
         num_bytes = float(links * (each.broadcast_bytes + each.sent_bytes))
-        full_flops = each.size * each.flops
+        size, full_flops = each.size, each.size * each.flops
     else:  # the round is not a fedpax program
-        num_bytes, full_flops = math.nan, math.nan
-    fractions = [1.0] * max(rounds)
-    if has_steps:
+        size, num_bytes, full_flops = 0, math.nan, math.nan
+    numbers, fractions = [size] * max(rounds), [1.0] * max(rounds)
+    if isinstance(cohort, Cohort) and any(x is not None for x in cohort[1:4]):
         steps = jax.tree.leaves(cohort.batches)[0].shape[1]
         later = (next(run.cohorts) for _ in range(max(rounds) - 1))
-        taken = (np.asarray(c.num_steps) for c in itertools.chain([cohort], later))
-        fractions = [float(np.mean(num_steps) / steps) for num_steps in taken]  # that are valid
-    flops = full_flops * np.cumsum(fractions)
+        valid = [_valid_steps(c, steps) for c in itertools.chain([cohort], later)]
+        numbers = [np.count_nonzero(x) for x in valid]
+        fractions = [float(np.mean(x) / steps) for x in valid]
+    sent, flops = num_bytes * np.cumsum(numbers), full_flops * np.cumsum(fractions)
     return MetricTrajectory(
         values=[number_or_nan(line.get(metric)) for line in evaluations],
         rounds=rounds,
-        num_bytes=[num_bytes * number for number in rounds],
+        num_bytes=[float(sent[number - 1]) for number in rounds],
         flops=[float(flops[number - 1]) for number in rounds],
     )
+
+
+def _valid_steps(cohort: Cohort, steps: int) -> np.ndarray:
+    """Return the number of steps of each participant: 0 of those that are absent."""
+    size = jax.tree.leaves(cohort.batches)[0].shape[0]
+    valid = np.full(size, steps) if cohort.num_steps is None else np.asarray(cohort.num_steps)
+    if cohort.client_ids is not None:
+        valid = np.where(np.asarray(cohort.client_ids) >= 0, valid, 0)
+    if cohort.num_examples is not None:
+        valid = np.where(np.asarray(cohort.num_examples) > 0, valid, 0)
+    return valid
 
 
 class CostToTarget(NamedTuple):

@@ -69,6 +69,23 @@ def test_flops_are_those_of_valid_steps_and_bytes_those_of_models() -> None:
     assert partial.flops[1] / full.flops[0] == pytest.approx((6 + 9 + 11) / 12)
 
 
+def test_absent_clients_receive_and_send_nothing() -> None:
+    ids = np.array([[0, -1, 2], [-1, -1, -1], [1, 2, 0]])
+    examples = np.array([[3, 5, 2], [1, 1, 1], [4, 0, 1]])
+
+    def cohort(number: int) -> Cohort:
+        batches = np.ones((3, 4, 2, 5), np.float32)
+        return Cohort(batches, num_examples=examples[number], client_ids=ids[number])
+
+    run = make_run(False)._replace(cohorts=FunctionRounds(cohort))
+    lines = [{"round": number, "accuracy": 0.1} for number in (1, 2, 3)]
+    with jax.set_mesh(run.mesh):
+        found = trajectory_of(run, lines, "accuracy")
+        full = trajectory_of(make_run(False), lines, "accuracy")
+    assert found.num_bytes == [number * 4 * (5 + 5 + 1 + 1) for number in (2, 2, 4)]  # and weights
+    assert found.flops == pytest.approx([full.flops[0] * number / 3 for number in (2, 2, 4)])
+
+
 def test_a_single_island_sends_nothing() -> None:
     text = short_rows(local_steps=1, batch_size=2, seq_len=16)
     model = TransformerConfig(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16, vocab_size=256)

@@ -249,7 +249,7 @@ FLAGS = {
     "label": Flag("the column of files with the label"),
     "partition": Flag(
         "clients for files that have none: iid:CLIENTS, dirichlet:ALPHA:CLIENTS, "
-        "shards:SHARDS:CLIENTS or quantity:ALPHA:CLIENTS"
+        "shards:SHARDS:CLIENTS or quantity:ALPHA:CLIENTS, and :SEED, default 0"
     ),
     "split": Flag("the text for {split} in the path of files"),
     "columns": Flag(

@@ -76,7 +76,7 @@ def load(
         label: the column of files with the label.
         partition: clients for files that have none, as the `partition_...` function, its parameter
             and the number of clients: `"iid:100"`, `"dirichlet:0.3:100"`, `"shards:2:100"` or
-            `"quantity:0.5:100"`.
+            `"quantity:0.5:100"`; `"dirichlet:0.3:100:7"` has the seed 7 in place of 0.
         columns: the columns of files to read. Default: all.
         optional_columns: columns that some files may lack; their values are missing there.
         types: types of Arrow for columns of files, such as `{"zip": "string"}`. Default: pyarrow's

@@ -65,8 +65,9 @@ class CohortConfig(CheckedConfig):
         sampling_probability: probability that a client joins a round, independently of others
             (Poisson sampling); `size` is then the largest number of clients. Default None: a round
             has `size` clients.
-        seed: random seed of the population, the cohorts, the order of each client's examples, and
-            what the aggregator draws. Noise from a known seed protects nobody: it is a simulation.
+        seed: random seed of a simulated population, the cohorts, the order of each client's
+            examples, and what the aggregator draws; `data.partition` of files has its own. Noise
+            from a known seed protects nobody: it is a simulation.
     """
 
     group = "cohort"

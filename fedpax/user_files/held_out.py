@@ -148,7 +148,10 @@ def _content(value: Any) -> bytes:
 
 # Clients made by a partition, for files that have none or whose clients it replaces.
 _CLIENTS = 100
-_FORMS = "iid:CLIENTS, dirichlet:ALPHA:CLIENTS, shards:SHARDS:CLIENTS and quantity:ALPHA:CLIENTS"
+_FORMS = (
+    "iid:CLIENTS, dirichlet:ALPHA:CLIENTS, shards:SHARDS:CLIENTS and quantity:ALPHA:CLIENTS, each "
+    "with :SEED or without"
+)
 
 
 class _Kind(NamedTuple):
@@ -156,17 +159,27 @@ class _Kind(NamedTuple):
 
     by_label: bool
     parameter: Callable[[str], Any] | None
-    divide: Callable[[NDArray[np.int64], int, Any], Any]
+    divide: Callable[[NDArray[np.int64], int, Any, int], Any]
 
 
 _KINDS = {
-    "iid": _Kind(False, None, lambda labels, n, _: partition_iid(len(labels), n)),
-    "dirichlet": _Kind(True, float, lambda labels, n, a: partition_dirichlet(labels, n, alpha=a)),
+    "iid": _Kind(False, None, lambda labels, n, _, seed: partition_iid(len(labels), n, seed=seed)),
+    "dirichlet": _Kind(
+        True,
+        float,
+        lambda labels, n, a, seed: partition_dirichlet(labels, n, alpha=a, seed=seed),
+    ),
     "shards": _Kind(
-        True, int, lambda labels, n, k: partition_by_shards(labels, n, shards_per_participant=k)
+        True,
+        int,
+        lambda labels, n, k, seed: partition_by_shards(
+            labels, n, shards_per_participant=k, seed=seed
+        ),
     ),
     "quantity": _Kind(
-        False, float, lambda labels, n, a: partition_by_quantity(len(labels), n, alpha=a)
+        False,
+        float,
+        lambda labels, n, a, seed: partition_by_quantity(len(labels), n, alpha=a, seed=seed),
     ),
 }
 
@@ -177,6 +190,11 @@ class _Division(NamedTuple):
     kind: _Kind
     num_clients: int
     parameter: Any
+    seed: int
+
+    def of(self, labels: NDArray[np.int64]) -> Any:
+        """Return the indices of each client's examples."""
+        return self.kind.divide(labels, self.num_clients, self.parameter, self.seed)
 
 
 def check_partition(columns: Sequence[str], options: LoadOptions) -> _Division:
@@ -189,7 +207,8 @@ def check_partition(columns: Sequence[str], options: LoadOptions) -> _Division:
             raise ValueError
         parameter = None if kind.parameter is None else kind.parameter(numbers.pop(0))
         num_clients = int(numbers.pop(0)) if numbers else _CLIENTS
-        if numbers:
+        seed = int(numbers.pop(0)) if numbers else 0
+        if numbers or seed < 0:
             raise ValueError
     except (ValueError, IndexError):
         raise ArgumentError(
@@ -206,17 +225,17 @@ def check_partition(columns: Sequence[str], options: LoadOptions) -> _Division:
             f"partition={partition!r} divides examples by label, but label={label!r} is not a "
             f"column. Set label to one of {', '.join(map(repr, columns))}."
         )
-    return _Division(kind, num_clients, parameter)
+    return _Division(kind, num_clients, parameter, seed)
 
 
 def add_partition(table: pa.Table, options: LoadOptions) -> pa.Table:
     """Add the column of clients that a partition makes: the numbers from 0."""
-    kind, num_clients, parameter = check_partition(visible(table.column_names), options)
+    division = check_partition(visible(table.column_names), options)
     labels = np.zeros(table.num_rows, np.int64)
-    if kind.by_label:
+    if division.kind.by_label:
         labels = _numbered(table.column(options.label))
     owner = np.empty(table.num_rows, np.int64)
-    for number, indices in enumerate(kind.divide(labels, num_clients, parameter)):
+    for number, indices in enumerate(division.of(labels)):
         owner[indices] = number
     return table.append_column(CLIENT, pa.array(owner))
 

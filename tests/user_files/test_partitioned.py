@@ -39,6 +39,10 @@ def test_clients_are_those_of_the_function(folder: Path) -> None:
         "dirichlet:2": partition_dirichlet(labels, 100, alpha=2),
         "shards:2:10": partition_by_shards(labels, 10, shards_per_participant=2),
         "quantity:0.5:9": partition_by_quantity(300, 9, alpha=0.5),
+        "iid:7:3": partition_iid(300, 7, seed=3),
+        "dirichlet:0.3:12:1": partition_dirichlet(labels, 12, alpha=0.3, seed=1),
+        "shards:2:10:2": partition_by_shards(labels, 10, shards_per_participant=2, seed=2),
+        "quantity:0.5:9:5": partition_by_quantity(300, 9, alpha=0.5, seed=5),
     }
     for partition, parts in expected.items():
         source = load(folder / "*.parquet", label="kind", partition=partition)
@@ -106,7 +110,9 @@ def test_both_sides_of_a_held_out_split_have_the_same_clients(folder: Path) -> N
     [
         ({"partition": "dirichlet"}, r"partition='dirichlet', expected one of iid:CLIENTS"),
         ({"partition": "dirichlet:x:3"}, r"partition='dirichlet:x:3', expected one of"),
-        ({"partition": "iid:3:4"}, r"partition='iid:3:4', expected one of"),
+        ({"partition": "iid:3:4:5"}, r"partition='iid:3:4:5', expected one of"),
+        ({"partition": "iid:3:-1"}, r"partition='iid:3:-1', expected one of"),
+        ({"partition": "iid:3:x"}, r"partition='iid:3:x', expected one of"),
         ({"partition": "best"}, r"partition='best', expected one of"),
         ({"partition": "shards:2:10"}, r"label=None is not a column. Set label to one of 'kind'"),
         ({"partition": "iid:3", "client": "kind"}, r"the files have them in the column 'kind'"),

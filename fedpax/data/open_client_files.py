@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -216,10 +217,17 @@ def _load(files: Any, options: LoadOptions) -> Any:
         from fedpax.user_files.open_files import open_in_order
         from fedpax.user_files.prepared import prepared_folder
 
-    try:
+    with _in_flags():
         if isinstance(files, str) and (folder := prepared_folder(files, options.split)) is not None:
             return open_in_order(folder, options)
         return load_with(files, options)
+
+
+@contextlib.contextmanager
+def _in_flags() -> Iterator[None]:
+    """Let errors name flags in place of arguments."""
+    try:
+        yield
     except FedpaxError as error:
         error.in_flags = with_flags(str(error))
         raise
@@ -244,13 +252,15 @@ def _open_splits(
         )
     import pyarrow as pa
 
+    from fedpax.user_files.read_table import join_splits
     from fedpax.user_files.table_source import TableSource
 
     tables = [source.stored for source in sources]
     of_heldout = np.repeat(np.arange(len(tables)) == 1, [table.num_rows for table in tables])
-    table = tables[0]
-    if len(tables) > 1:
-        table = pa.concat_tables(tables, promote_options="permissive")
+    with _in_flags():
+        table = (
+            join_splits(dict(zip(splits, tables, strict=True))) if len(tables) > 1 else tables[0]
+        )
     if client is None:
         one = pa.DictionaryArray.from_arrays(np.zeros(len(table), np.int32), [one_client])
         table = table.append_column("client", one)

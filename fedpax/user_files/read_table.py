@@ -1,7 +1,7 @@
 """read_table and stream_tables: files as Arrow tables of one schema, with checked columns."""
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -184,6 +184,23 @@ def join_parts(parts: Iterable[pa.Table]) -> pa.Table:
     return pa.concat_tables(tables, promote_options="permissive")
 
 
+def join_splits(splits: Mapping[str, pa.Table]) -> pa.Table:
+    """Concatenate the tables of splits as `unify` does those of files; columns can be absent."""
+    fields: dict[str, pa.Field] = {}
+    for split, table in splits.items():
+        for field in table.schema:
+            known = fields.setdefault(field.name, field)
+            joined = _join(known.type, field.type)
+            if joined is None:
+                raise ArgumentError(
+                    f"The column {field.name!r} is {field.type} in the split {split!r} and "
+                    f"{known.type} in others, expected one type. {_type_remedy(known)}"
+                )
+            fields[field.name] = known.with_type(joined).with_nullable(True)
+    schema = pa.schema([*fields.values()])
+    return pa.concat_tables([conform(table, schema) for table in splits.values()])
+
+
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Give a table the columns and types of a schema from `unify`."""
     columns = [
@@ -275,15 +292,13 @@ def _join_fields(
     joined = _join(one.type, two.type)
     if joined is not None:
         return one.with_type(joined)
-    remedy = f"Correct the values, or set types={{{one.name!r}: 'string'}}."
+    remedy = _type_remedy(one)
     if pa.types.is_timestamp(one.type) and pa.types.is_timestamp(two.type):
         unit = max(one.type.unit, two.type.unit, key="s ms us ns".index)
         remedy = (
             f"Set types={{{one.name!r}: 'timestamp[{unit}]'}} if all are in UTC: a time with a "
             "zone is converted to UTC, and one without keeps its value."
         )
-    if isinstance(one.type, pa.FixedShapeTensorType):
-        remedy = "Set image_size=(height, width) if they are images, or save one shape."
     known, misfit = seen[one.name], ""
     for texts, field, other in ((known, one, two), (file, two, one)):
         find = format_of(texts).misfit
@@ -294,3 +309,9 @@ def _join_fields(
         f"The column {one.name!r} is {one.type} in {known.path} and {two.type} in {file.path}, "
         f"expected one type{misfit and f': {misfit}'}. {remedy}"
     )
+
+
+def _type_remedy(field: pa.Field) -> str:
+    if isinstance(field.type, pa.FixedShapeTensorType):
+        return "Set image_size=(height, width) if they are images, or save one shape."
+    return f"Correct the values, or set types={{{field.name!r}: 'string'}}."

@@ -118,6 +118,7 @@ class Coordinator:
             rules.round_seconds,
             stop_now,
             self._finish,
+            calls=self._calls,
             secure_sums=rules.secure_sums,
             note=progress.note,
         )

@@ -1,11 +1,13 @@
 """Which means of its held-out examples a site sends."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from fedpax.sites.site_evaluation import Heldout
-from fedpax.sites.site_experiment import Json, SiteRun
+from fedpax.sites.site_experiment import FINE_TUNED, Json, SiteRun
+from fedpax.sites.tasks import TERM, numbered
 
 LEAST_LABELS = 10
 """The fewest held-out examples of which a site sends means of labels: two means give two labels.
@@ -13,6 +15,9 @@ LEAST_LABELS = 10
 A site whose values are hidden sends no metrics of fewer: models that the coordinator makes read
 single examples off them."""
 
+MOST_MEAN = 2.0**64
+"""In a secure sum, a mean that is larger or not finite counts as this one: to leave it out would
+tell which site has it, and leave the means of the others alone."""
 
 MOST_EVALUATIONS = 20
 """Evaluations that a site answers beside one for each round that it is asked to train in."""
@@ -41,19 +46,58 @@ class Allowance:
         return "" if self._sends else "of its held-out examples: it has --no_metrics"
 
 
-def make_reply(
-    run: SiteRun, means: Mapping[str, float], *, is_hidden: bool, per_example: int
-) -> Json:
-    """Return the fields of the reply to an evaluation; an example counts as `per_example` items."""
+class Heldout(NamedTuple):
+    """The means of a site, and the numbers of examples in all and in parts."""
+
+    examples: int
+    parts: Mapping[str, int]
+    means: Mapping[str, float]
+
+    def count(self, name: str) -> int:
+        """Return the number of examples of a mean."""
+        name = name.removeprefix(f"{FINE_TUNED}_")
+        return next((n for part, n in self.parts.items() if name.startswith(part)), self.examples)
+
+
+def hash_model(arrays: Sequence[np.ndarray]) -> str:
+    """Return a hash of the parameters of a model."""
+    return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()
+
+
+class Measured(NamedTuple):
+    """The means of the last model that a site has measured, without those that it keeps."""
+
+    model: str  # the hash of its arrays
+    heldout: Heldout
+    withheld: str = ""  # why others are not sent
+
+    def reply(self, *, is_summed: bool) -> Json:
+        """Return the fields of the reply: the names of the means alone, if a sum hides them."""
+        examples, parts, means = self.heldout
+        known = {n: None if is_summed or not np.isfinite(x) else x for n, x in means.items()}
+        fields = {"metrics": known, "examples": examples, "parts": dict(parts)}
+        return {**fields, "withheld": self.withheld} if self.withheld else fields
+
+    def terms(self, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return the numbers of examples, and the sums over examples, for a secure sum."""
+        counts = [self.heldout.count(n) if n in self.heldout.means else 0 for n in names]
+        means = [self.heldout.means.get(name, 0.0) for name in names]
+        means = [x if abs(x) < MOST_MEAN else MOST_MEAN for x in means]
+        return numbered(TERM, [np.array([counts, np.multiply(counts, means)], np.float64)])
+
+
+def measure(
+    run: SiteRun, model: str, means: Mapping[str, float], *, is_summed: bool, per_example: int
+) -> Measured:
+    """Return the means of which a site sends something; an example has `per_example` items."""
     heldout = Heldout(run.num_heldout, dict(run.heldout_parts), means)
-    least = LEAST_LABELS * per_example
-    few = {name for name in means if heldout.count(name) < least}
+    few = {name for name in means if heldout.count(name) < LEAST_LABELS * per_example}
     labels = {name for name in means if name.endswith(run.label_means)}
-    kept = few | labels if is_hidden else few & labels
-    sent = {name: x if np.isfinite(x) else None for name, x in means.items() if name not in kept}
-    fields = {"metrics": sent, "examples": heldout.examples, "parts": heldout.parts}
+    is_hidden = is_summed or run.is_private
+    kept = (few if is_hidden else few & labels) | (labels if run.is_private else set())
+    sent = heldout._replace(means={n: x for n, x in means.items() if n not in kept})
     if not (is_hidden and few):
-        return fields
+        return Measured(model, sent)
     count = min(map(heldout.count, few)) // per_example
     why = f"of {count} held-out examples, expected at least {LEAST_LABELS}: fewer tell single rows"
-    return {**fields, "withheld": why}
+    return Measured(model, sent, why)

@@ -30,7 +30,7 @@ from fedpax.sites.downlink import SMALLEST, WHOLE, make_codec, whole
 from fedpax.sites.site_experiment import Json
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import (
-    QUESTION,
+    ROUND,
     SHARED,
     TERM,
     ArrayTypes,
@@ -39,7 +39,7 @@ from fedpax.sites.tasks import (
     in_order,
     numbered,
 )
-from fedpax.transforms.client_stages import Stage
+from fedpax.transforms.client_stages import Stage, Value
 from fedpax.transforms.stages import Stages
 from fedpax.transport.admission import MAX_TEXT
 from fedpax.transport.calls import RefusedError
@@ -89,7 +89,7 @@ class SecretTerms:
                 )
             return fields, arrays
         # Squares of columns are of any size, and models are large.
-        to = to_exact_words if header["task"] == QUESTION else to_words
+        to = to_words if header["task"] == ROUND else to_exact_words
 
         def encode() -> dict[str, np.ndarray]:
             return numbered(TERM, [to(x) for x in in_order(TERM, arrays)])
@@ -123,7 +123,7 @@ def check_is_sum(stage: Stage, adds: bool) -> None:
 def ask_for_sums(
     exchange: TaskExchange,
     task: Task,
-    stage: Stage,
+    terms: Sequence[Value],
     quorum: int,
     seconds: float,
     stop: Callable[[], bool],
@@ -138,8 +138,8 @@ def ask_for_sums(
     """Ask sites as `TaskExchange.ask`, for the sum of their terms alone, in the first reply."""
     # Malformed or unsigned answers are left out; too few sites or clients raise a `SecureSumError`.
     session = f"{exchange.run} {task.token} {task.header['stage']}"
-    words = EXACT_WORDS if task.header["task"] == QUESTION else WORDS
-    shapes = {f"{TERM} {i}": (*v.shape, words) for i, v in enumerate(stage.terms)}
+    words = WORDS if task.header["task"] == ROUND else EXACT_WORDS
+    shapes = {f"{TERM} {i}": (*v.shape, words) for i, v in enumerate(terms)}
     side = CoordinatorSide(
         session, list(task.own), threshold=threshold, shapes=shapes, asked=asked, signer=signer
     )
@@ -177,7 +177,7 @@ def ask_for_sums(
                 report(name, reason)
     total = {
         name: from_words(side.total[name], np.dtype(value.dtype))
-        for name, value in zip(shapes, stage.terms, strict=True)
+        for name, value in zip(shapes, terms, strict=True)
     }
     first, *others = side.present
     sent = {first: SiteReply(fields[first], total)} | {n: SiteReply(fields[n], {}) for n in others}
@@ -206,7 +206,12 @@ def _phase_task(
     none: dict[str, np.ndarray] = {}
     return Task(
         f"{task.token} {phase}",
-        {"task": TASK, "stage": task.header["stage"], "last_stage": task.header["last_stage"]},
+        {
+            "task": TASK,
+            "of": task.header["task"],
+            "stage": task.header["stage"],
+            "last_stage": task.header["last_stage"],
+        },
         whole(none),
         {name: (extra(request), none) for name, request in requests.items()},
         {},

@@ -5,34 +5,33 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 from fedpax.run_files.metrics import OF_SITE, with_quantiles
 from fedpax.sites.downlink import whole
-from fedpax.sites.site_experiment import FINE_TUNED, ClientRange, Finish
+from fedpax.sites.heldout_replies import (
+    LEAST_LABELS,
+    MOST_MEAN,
+    Heldout,
+    hash_model,
+)
+from fedpax.sites.site_experiment import ClientRange, Finish
 from fedpax.sites.site_files import RoundMetrics, SiteWatch
+from fedpax.sites.stage_calls import StageCalls, without_faults
 from fedpax.sites.task_exchange import TaskExchange
-from fedpax.sites.tasks import EVALUATION, SHARED, Task, new_token, numbered
+from fedpax.sites.tasks import EVALUATION, SHARED, TERM, Task, new_token, numbered
+from fedpax.transforms.client_stages import Value
+
+LEAST_SITES = 3
+"""The fewest sites of which a secure sum is opened."""
 
 _SECONDS_BETWEEN_ATTEMPTS = 1.0
-
-
-class Heldout(NamedTuple):
-    """The means of a site, and the numbers of examples in all and in parts."""
-
-    examples: int
-    parts: Mapping[str, int]
-    means: Mapping[str, float]
-
-    def count(self, name: str) -> int:
-        """Return the number of examples of a mean."""
-        name = name.removeprefix(f"{FINE_TUNED}_")
-        return next((n for part, n in self.parts.items() if name.startswith(part)), self.examples)
 
 
 class SiteEvaluation:
@@ -47,11 +46,12 @@ class SiteEvaluation:
         stop: Callable[[], bool],
         finish: Finish,
         *,
+        calls: StageCalls,
         secure_sums: bool,
         note: Callable[[str], None],
     ) -> None:
         self._note, self._told = note, set[str]()  # what was noted
-        self._secure_sums = secure_sums  # then sites send no means of labels
+        self._calls, self._secure_sums = calls, secure_sums
         self._exchange, self._log, self._watch, self._finish = exchange, log, watch, finish
         self._round_seconds, self._stop = round_seconds, stop
         self._with_model: set[str] = set()  # sites that have the model of the last round
@@ -65,7 +65,7 @@ class SiteEvaluation:
             return
         arrays = numbered(SHARED, jax.tree.leaves(params))
         header = {"task": EVALUATION, "stage": 0, "last_stage": 0, "save": last}
-        header["secure_sums"] = self._secure_sums
+        header["secure_sums"] = self._secure_sums  # then metrics are not sent
         task = Task(
             new_token(),
             header,
@@ -75,20 +75,27 @@ class SiteEvaluation:
         )
         seconds = self._round_seconds if seconds is None else seconds
         replies = self._exchange.ask(task, 1, seconds, self._stop)
-        measured: dict[str, Heldout] = {}
+        is_hidden, measured = self._secure_sums, dict[str, Heldout]()
         for name, reply in (replies or {}).items():
             if why := reply.header.get("withheld"):
                 self._note_once(f"site {name} sends no metrics {why}")
             means, count = reply.header.get("metrics"), reply.header.get("examples", 0)
             if isinstance(means, dict) and count > 0:
-                known = {k: float(v) for k, v in means.items() if v is not None}
+                known = {k: float(v or 0) for k, v in means.items() if v is not None or is_hidden}
                 measured[name] = Heldout(count, reply.header.get("parts", {}), known)
-            if last and "fault" not in reply.header:
-                self._with_model.add(name)
         # A site whose loss is not finite has none.
-        with_loss = [each for each in measured.values() if "loss" in each.means]
-        if not with_loss:
-            return
+        with_loss = {name: each for name, each in measured.items() if "loss" in each.means}
+        if with_loss and self._secure_sums:
+            self._add_sum(number, hash_model([*arrays.values()]), with_loss, seconds)
+        elif with_loss:
+            self._add(number, measured, [*with_loss.values()])
+        if last:  # after the sum: a site that has the model ends
+            self._with_model |= without_faults(replies or {}).keys()
+
+    def _add(
+        self, number: int, measured: Mapping[str, Heldout], with_loss: Sequence[Heldout]
+    ) -> None:
+        """Write the metrics of sites and their mean."""
         by_site: dict[str, float] = {}
         for name, heldout in measured.items():
             site = self._exchange.sites.get(name)
@@ -97,6 +104,33 @@ class SiteEvaluation:
             by_site |= {f"{OF_SITE}{name}/{key}": value for key, value in site.heldout.items()}
         mean = self._metrics(_weighted_mean(with_loss))
         self._log.add_evaluation(number, mean, by_site, self._describe_absence(with_loss))
+
+    def _add_sum(
+        self, number: int, model: str, measured: Mapping[str, Heldout], seconds: float
+    ) -> None:
+        """Ask sites that have measured a model for a secure sum, and write the means of all."""
+        if len(measured) < LEAST_SITES:
+            have = f"{LEAST_SITES} sites with metrics, and {', '.join(measured)} have some"
+            self._note_once(f"no held-out metrics: a secure sum of them needs {have}")
+            return
+        names = _shared_names([*measured.values()])
+        header = {"task": EVALUATION, "stage": 0, "last_stage": 0, "save": False}
+        header |= {"names": names, "model": model}
+        own: Any = dict.fromkeys(measured, ({}, {}))
+        task = Task(new_token(), header, whole({}), own, {})
+        terms = [Value("held-out metrics", (2, len(names)), np.dtype(np.float64))]
+        replies = self._calls.ask_for_sum(task, terms, dict.fromkeys(measured, 0), 1, seconds)
+        if not (present := without_faults(replies or {})):
+            return
+        counts, sums = next(iter(present.values())).arrays[f"{TERM} 0"]
+        means = {
+            name: total / count
+            for name, count, total in zip(names, counts, sums, strict=True)
+            if count and abs(total) < LEAST_LABELS * MOST_MEAN  # no site's mean is infinite
+        }
+        if "loss" in means:
+            absence = self._describe_absence([measured[name] for name in present])
+            self._log.add_evaluation(number, self._metrics(means), {}, absence)
 
     def _note_once(self, text: str) -> None:
         if text not in self._told:
@@ -163,12 +197,16 @@ def evaluation_of(experiment: Any) -> Callable[[Params], dict[str, float]]:
     return evaluate
 
 
+def _shared_names(by_site: Sequence[Heldout]) -> list[str]:
+    """Return the names of the means that most sites have: a minority neither hides nor adds one."""
+    owners = Counter(name for each in by_site for name in each.means)
+    return sorted(name for name, number in owners.items() if 2 * number > len(by_site))
+
+
 def _weighted_mean(by_site: Sequence[Heldout]) -> dict[str, float]:
     """Return the means that most sites have, weighted by numbers of examples."""
-    # A minority can neither hide a metric nor add one.
-    owners = Counter(name for each in by_site for name in each.means)
     means: dict[str, float] = {}
-    for name in sorted(name for name, number in owners.items() if 2 * number > len(by_site)):
+    for name in _shared_names(by_site):
         known = [(each.count(name), each.means[name]) for each in by_site if name in each.means]
         total = sum(count for count, _ in known)
         if not total:

@@ -84,8 +84,8 @@ class SiteRun(NamedTuple):
         notes: lines to print.
         finish: as of `CoordinatorRun`.
         heldout_parts: the number of examples of means whose names have a prefix, by prefix.
-        label_means: last words of the names of means of labels: of few examples, or of a run whose
-            sums hide a site's values, they stay at the site.
+        label_means: last words of the names of means of labels: of few examples, or of a private
+            run, they stay at the site.
         is_private: whether the aggregator is private.
     """
 

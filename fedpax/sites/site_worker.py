@@ -13,7 +13,7 @@ from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
 from fedpax.run_files.metrics import with_quantiles
 from fedpax.sites.coordinator_program import batch_types, divide
-from fedpax.sites.heldout_replies import Allowance, make_reply
+from fedpax.sites.heldout_replies import Allowance, Measured, hash_model, measure
 from fedpax.sites.round_rules import weigh
 from fedpax.sites.secret_terms import TASK as SUM
 from fedpax.sites.secret_terms import SecretTerms, Uplink
@@ -85,6 +85,7 @@ class SiteWorker:
         self._save, self._on_metrics = save, on_metrics
         self._sums = SecretTerms("site") if sums is None else sums
         self._allowance = allowance or Allowance()
+        self._measured: Measured | None = None
         self._kept = KeptValues(folder)
         self._programs: dict[ClientRange, _Program] = {}
         self._questions: dict[str, tuple[Stages, Mapping[str, jax.Array]]] = {}
@@ -125,12 +126,13 @@ class SiteWorker:
     def work(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
         """Do a task, and return the fields and the arrays of the reply."""
         task = header["task"]
-        if task == EVALUATION:
+        if task == EVALUATION and "request" not in header:
             return self._evaluate(header, arrays), {}
         if task == SUM:
             return self._sums.answer(header), {}
-        if task in (QUESTION, ROUND):
-            reply = (self._answer if task == QUESTION else self._run_stage)(header, arrays)
+        work = {QUESTION: self._answer, ROUND: self._run_stage, EVALUATION: self._sum_metrics}
+        if task in work:
+            reply = work[task](header, arrays)
             return self._sums.send({**header, "inputs": self._inputs}, arrays, *reply)
         raise RefusedError(
             f"the syncer asks for {str(task)[:50]!r}, expected a round, a question or an "
@@ -318,9 +320,16 @@ class SiteWorker:
             measured |= {f"{FINE_TUNED}_{name}": value for name, value in own.items()}
         means = {name: float(value) for name, value in measured.items()}
         self._on_metrics(header["round"], dict(run.finish(means)))
-        is_hidden = run.is_private or self._sums.is_required or header.get("secure_sums", True)
-        per_example = items_of(self._experiment)[1]
-        return make_reply(run, means, is_hidden=is_hidden, per_example=per_example)
+        is_summed = self._sums.is_required or header.get("secure_sums", True)
+        model, per_example = hash_model(received), items_of(self._experiment)[1]
+        self._measured = measure(run, model, means, is_summed=is_summed, per_example=per_example)
+        return self._measured.reply(is_summed=is_summed)
+
+    def _sum_metrics(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
+        # The masks are bound to the header: no site's means are added to those of other models.
+        if self._measured is None or header["model"] != self._measured.model:
+            raise UnknownRoundError
+        return {}, self._measured.terms(header["names"])
 
     def _evaluate_personal(self, params: Params) -> dict[str, Any]:
         """Evaluate the own models of clients, with the states that they keep."""

@@ -138,7 +138,11 @@ class StageCalls:
         )
         check_masks(divided, rules.secure_sums)
         if rules.secure_sums:
-            replies = self._ask_for_sum(divided, request.stage, task, who, quorum)
+            check_is_sum(stage, divided.adds(request.stage))
+            count = {name: len(chosen) for name, chosen in who.clients.items()}
+            replies = self.ask_for_sum(
+                task, stage.terms, count, quorum, rules.round_seconds, divided.least_masked or 0
+            )
         else:
             replies = self._exchange.ask(task, quorum, rules.round_seconds, self._stop)
             replies = self._check_words(task, divided, request, replies or {}, who) or replies
@@ -150,24 +154,30 @@ class StageCalls:
                     site.releases += 1
         return replies
 
-    def _ask_for_sum(
-        self, divided: Stages, number: int, task: Task, who: Participants, quorum: int
+    def ask_for_sum(
+        self,
+        task: Task,
+        terms: Sequence[Value],
+        clients: Mapping[str, int],
+        quorum: int,
+        seconds: float,
+        least_clients: int = 0,
     ) -> dict[str, SiteReply] | None:
-        rules, stage, exchange = self._rules, divided[number], self._exchange
-        check_is_sum(stage, divided.adds(number))
+        """Ask for a secure sum of terms, whose values are in the first reply."""
+        exchange, stage = self._exchange, task.header["stage"]
         fields = {"token": task.token, "round": exchange.round, "inputs": exchange.inputs}
-        asked = self._asked.add(task.token, number, {**fields, **task.header}, task.packet.whole)
+        asked = self._asked.add(task.token, stage, {**fields, **task.header}, task.packet.whole)
         try:
             return ask_for_sums(
-                self._exchange,
+                exchange,
                 task,
-                stage,
+                terms,
                 quorum,
-                rules.round_seconds,
+                seconds,
                 self._stop,
-                threshold=rules.secure_threshold,
-                clients={name: len(chosen) for name, chosen in who.clients.items()},
-                least_clients=divided.least_masked or 0,
+                threshold=self._rules.secure_threshold,
+                clients=clients,
+                least_clients=least_clients,
                 report=self._report,
                 asked=asked,
                 signer=self._signer,

@@ -54,7 +54,8 @@ class Task(NamedTuple):
     @property
     def kind(self) -> str:
         """ROUND or EVALUATION."""
-        return EVALUATION if self.header["task"] == EVALUATION else ROUND
+        task = self.header.get("of", self.header["task"])  # a phase of a secure sum is of a task
+        return EVALUATION if task == EVALUATION else ROUND
 
     def is_encoded(self, own: Mapping[str, Any]) -> bool:
         """Tell whether a site with these fields encodes its terms, to be checked once decoded."""

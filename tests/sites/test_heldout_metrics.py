@@ -18,10 +18,10 @@ from fedpax.run_files.metrics import read_metrics, select
 from fedpax.settings.client_aggregators import aggregator
 from fedpax.settings.cohort_settings import CohortConfig
 from fedpax.settings.table_data import TableConfig
-from fedpax.sites.heldout_replies import LEAST_LABELS, make_reply
+from fedpax.sites.heldout_replies import LEAST_LABELS, Heldout, measure
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import SecretTerms
-from fedpax.sites.site_evaluation import Heldout, _weighted_mean
+from fedpax.sites.site_evaluation import _weighted_mean
 from fedpax.sites.site_experiment import ClientRange
 from fedpax.sites.site_worker import SiteWorker
 from fedpax.sites.tasks import EVALUATION, SHARED, numbered
@@ -175,16 +175,18 @@ def test_labels_stay_at_a_site_whose_values_are_hidden(tmp_path: Path, hidden_by
     header = {"task": EVALUATION, "counted": None, "token": "t", "round": 1, "save": False}
     header |= {"secure_sums": hidden_by == "secure_sums"}
     fields, _ = worker.work(header, numbered(SHARED, [np.asarray(x) for x in leaves]))
-    assert "loss" in fields["metrics"]
-    assert ("label" in fields["metrics"]) == (hidden_by == "nothing")
+    sent = {name for name, mean in fields["metrics"].items() if mean is not None}
+    assert ("loss" in sent) == (hidden_by in ("nothing", "private_mean"))
+    assert ("label" in sent) == (hidden_by == "nothing")
+    assert ("label" in fields["metrics"]) == (hidden_by != "private_mean")  # in a sum
 
 
 @pytest.mark.parametrize(("per_example", "is_sent"), [(1, True), (2, False)])
 def test_a_document_counts_by_whole_rows_of_tokens(per_example: int, is_sent: bool) -> None:
     run_of_site = small(clients=2).at_site(ClientRange(0, 2, 2))
     assert run_of_site.num_heldout == 16
-    fields = make_reply(run_of_site, {"loss": 2.0}, is_hidden=True, per_example=per_example)
-    assert fields["metrics"] == ({"loss": 2.0} if is_sent else {})
+    measured = measure(run_of_site, "", {"loss": 2.0}, is_summed=True, per_example=per_example)
+    assert measured.reply(is_summed=True)["metrics"] == ({"loss": None} if is_sent else {})
 
 
 def together(finish: Any, *sites: tuple[int, dict[str, float]]) -> dict[str, float]:

@@ -1,0 +1,96 @@
+"""Metrics in secure sums: of all sites together, and of no site alone."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedpax.run_files.metrics import read_metrics, select
+from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.tasks import EVALUATION
+from fedpax.transport.message import Message
+from sites.federation import Line, run
+from sites.small_experiment import SmallExperiment, small
+from sites.test_heldout_metrics import MORE, Listening, experiment, write_meters
+
+SITES = {name: {"data_seed": seed, "clients": 2} for seed, name in enumerate("abcd")}
+RULES = RoundRules(3, 60.0, secure_sums=True)
+
+
+def federate(folder: Path, **how: Any) -> tuple[Any, list[Any]]:
+    """Run two rounds of four sites, and return the outcome and the evaluations."""
+    made = {name: small(rounds=2, **own) for name, own in SITES.items()}
+    outcome = run(small(rounds=2), made, folder, rules=RULES, first_round_needs=4, **how)
+    return outcome, select(read_metrics(folder / "coordinator"), "evaluation")
+
+
+def own_losses(folder: Path) -> dict[str, float]:
+    """Return the loss that each site measured last."""
+    return {s: select(read_metrics(folder / s), "evaluation")[-1]["loss"] for s in SITES}
+
+
+def test_metrics_equal_those_of_plain_rounds(tmp_path: Path) -> None:
+    write_meters(tmp_path / "data", MORE, 2)
+    lines = []
+    for where in ("plain", "secret"):
+        made = {s: experiment(f"{tmp_path}/data/{s}/*.csv", heldout_clients=0.6) for s in MORE}
+        rules = RULES._replace(secure_sums=where == "secret")
+        heard = dict.fromkeys(made, Listening)
+        alone = experiment(heldout_clients=0.6)
+        outcome = run(alone, made, tmp_path / where, rules=rules, lines=heard, personal=True)
+        lines += select(read_metrics(tmp_path / where / "coordinator"), "evaluation")
+        for line in outcome.lines.values():
+            assert {x is None for x in line.means.values()} == {where == "secret"}
+        assert [bool(s.heldout) for s in outcome.coordinator.exchange.sites] == 3 * [
+            where == "plain"
+        ]
+    plain, secret = ({n: x for n, x in line.items() if n != "wall_seconds"} for line in lines)
+    assert {"rmse", "r2", "new_clients/r2", "fine_tuned_loss", "personal_loss"} <= secret.keys()
+    assert secret.keys() == {name for name in plain if not name.startswith("site/")}
+    for name in secret.keys() - {"kind"}:
+        assert secret[name] == pytest.approx(plain[name], rel=1e-5), name
+
+
+def test_a_site_that_was_sent_another_model_is_in_no_sum(tmp_path: Path) -> None:
+    class Deceived(Line):
+        """A line of a site that the coordinator sends another model to evaluate."""
+
+        def call(self, message: Message, timeout: float) -> Message:
+            answer = super().call(message, timeout)
+            if answer.header.get("task") == EVALUATION:
+                changed = {name: np.full_like(x, 1e9) for name, x in answer.arrays.items()}
+                return answer._replace(arrays=changed)
+            return answer
+
+    _, (line,) = federate(tmp_path, lines={"b": Deceived})
+    losses = own_losses(tmp_path)
+    assert losses["b"] > 1e9
+    assert line["loss"] == pytest.approx(sum(losses[name] for name in "acd") / 3)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_does_not_tell_its_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str], loss: float
+) -> None:
+    at_site = SmallExperiment.at_site
+
+    def diverging(experiment: Any, clients: Any) -> Any:
+        made = at_site(experiment, clients)
+        means = {"loss": loss, "error": 1.0}
+        return made._replace(evaluate=lambda _: means) if experiment.data_seed == 1 else made
+
+    monkeypatch.setattr(SmallExperiment, "at_site", diverging)
+    outcome, lines = federate(tmp_path)
+    assert not lines and not outcome.coordinator.exchange.faults
+    assert not [note for note in notes if "not counted" in note or "no reply" in note]
+
+
+def test_two_sites_with_metrics_are_too_few(tmp_path: Path, notes: list[str]) -> None:
+    _, lines = federate(tmp_path, no_metrics="bd")
+    assert not lines
+    told = (
+        "no held-out metrics: a secure sum of them needs 3 sites with metrics, and a, c have some"
+    )
+    assert notes.count(told) == 1

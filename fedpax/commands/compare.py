@@ -38,7 +38,11 @@ from fedpax.reports.target import (
 from fedpax.run_files.metrics import RESERVED_METRICS, describe_damage, read_metrics, select
 from fedpax.run_files.paths import latest_round, refuse_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment
-from fedpax.training.resume_checks import check_configuration, check_field_names
+from fedpax.training.resume_checks import (
+    check_configuration,
+    check_field_names,
+    tell_changed_code,
+)
 
 
 def compare(arguments: Sequence[str]) -> int:
@@ -130,6 +134,7 @@ def _train(run: PlannedRun, allowed: Sequence[str]) -> int:
     if (latest_round(run.folder) or 0) >= run.experiment.training.rounds:
         check_latest_round(run.folder)
         print_error(f"{run.label if run.label != run.title else run.exp} is finished already.")
+        tell_changed_code(run.folder, run.experiment, run.exp)
         return 0
     # One process each, because a process can set the number of simulated devices only once.
     command = [sys.executable, "-m", "fedpax", "train", f"--exp={run.exp}"]

@@ -1,6 +1,7 @@
 """Configurations as JSON, `config.json` in a run's folder: their classes and their seeds."""
 
 import dataclasses
+import hashlib
 import importlib
 import inspect
 import json
@@ -149,7 +150,28 @@ def write_configuration(folder: str | Path, configuration: Any, exp: str) -> Non
         True
     """
     content = {"version": VERSION, "exp": exp, "configuration": to_json(configuration)}
+    if code := code_hashes(configuration, exp):
+        content["code"] = code
     write_atomically(Path(folder) / CONFIGURATION, json.dumps(content, indent=2) + "\n")
+
+
+def code_hashes(configuration: Any, exp: str) -> dict[str, str]:
+    """Return the hash of each file outside of fedpax that defines an experiment, by its name."""
+    named = exp.partition(":")[0]
+    modules = {type(part).__module__ for part in _parts(configuration)} | {named}
+    own = [sys.modules.get(name) for name in modules if not is_within_fedpax(name)]
+    files = {getattr(module, "__file__", None) for module in own}
+    files.add(named if named.endswith(".py") else None)
+    paths = sorted({Path(file).resolve() for file in files if file})
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest()[:16] for p in paths if p.is_file()}
+
+
+def changed_code(folder: str | Path, configuration: Any, exp: str) -> list[str]:
+    """Return the names of files that `config.json` has, and that now define other code."""
+    path = Path(folder) / CONFIGURATION
+    before = read_json(path).get("code") if path.exists() else None
+    now = code_hashes(configuration, exp) if isinstance(before, dict) else {}
+    return [name for name, text in now.items() if before.get(name, text) != text]
 
 
 def read_configuration(folder: str | Path, experiment: Any = None) -> tuple[str, Any] | None:

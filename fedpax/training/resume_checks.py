@@ -23,6 +23,7 @@ from fedpax.console import count_of, print_error
 from fedpax.elastic.membership import Membership
 from fedpax.errors import ConfigurationError
 from fedpax.run_files.configuration import (
+    changed_code,
     class_name,
     differences,
     flatten,
@@ -98,7 +99,18 @@ def lock_run(
     with JobDirLock(folder):
         check_agreement(folder, experiment, saved_in)
         check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
+        if jax.process_index() == 0:
+            tell_changed_code(folder, experiment, exp)
         yield
+
+
+def tell_changed_code(folder: Path, experiment: Experiment, exp: str) -> None:
+    """Tell which files of the experiment's code differ from those that its folder was made by."""
+    if (names := changed_code(folder, experiment, exp)) and latest_round(folder):
+        print_error(
+            f"fedpax: {', '.join(names)} has changed since {folder} was written: its rounds are of "
+            "the former code. Set another --job_log_dir to train all rounds with the new code."
+        )
 
 
 def check_configuration(

@@ -65,13 +65,24 @@ def test_a_group_of_ones_own_is_compared_over_seeds(leaf: Path, command: Command
     # A second time, all runs are finished; one metric is drawn.
     before = (leaf / "runs/comparison.png").read_bytes()
     status, output, errors = command(*arguments, "--metric=accuracy,loss")
-    assert status == 0 and errors.count("is finished already") == 4
+    assert status == 0 and errors.count("is finished already") == 4 and "changed" not in errors
     assert rows(output.split("Metrics:")[1])["experiment"] == [
         "held-out accuracy", "held-out loss", "training loss",
     ]  # fmt: skip
     assert (leaf / "runs/comparison.png").read_bytes() != before
     status, _, errors = command(*arguments, "--metric=acuracy")
     assert status == 2 and "expected one of loss, accuracy, width" in errors
+
+    # With other code, the user is told so: by compare each time, and where a run goes on, once.
+    (leaf / "leaf.py").write_text((leaf / "leaf.py").read_text() + "# edited\n")
+    status, _, errors = command(*arguments)
+    assert status == 0 and errors.count("fedpax: leaf.py has changed since") == 4
+    assert "Set another --job_log_dir to train all rounds with the new code." in errors
+    more = [*arguments[:3], "--seeds=0", "--training.rounds=3"]
+    status, _, errors = command(*more)
+    assert status == 0 and errors.count("leaf.py has changed since") == 2, errors
+    status, _, errors = command(*more)
+    assert status == 0 and "has changed" not in errors
 
     # `show` has the same metrics, for each run; `evaluate` takes an experiment of the group.
     status, output, _ = command("show", "--job_log_dir=runs", "--metric=width")

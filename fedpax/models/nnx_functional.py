@@ -14,22 +14,38 @@ from fedpax.algorithm import Params
 from fedpax.errors import ArgumentError
 
 
+def _bind_nothing(params: Params) -> Any:
+    raise ArgumentError(
+        "bind(params) returns a module, but this FunctionalModel was made of functions, without "
+        "one. Call apply(params, ...), or pass FunctionalModel(init, apply, bind=...)."
+    )
+
+
 class FunctionalModel(NamedTuple):
-    """A model as pure functions of its parameters.
+    """A model as pure functions of its parameters: `init` and `apply` are enough.
 
     Attributes:
         init: `init(key)` makes the parameters, nested dicts of float32 arrays. Under `jax.jit` with
             `out_shardings`, it creates a model that does not fit one device sharded.
         apply: `apply(params, *inputs)` is the module's `__call__`.
         logical_axes: a tuple of axis names for each parameter, as
-            `fedpax.parallel.axes.shardings` takes them.
+            `fedpax.parallel.axes.shardings` takes them. Default None: replicated.
         bind: `bind(params)` returns the module with these parameters, for its other methods.
+            Default: raise a ValueError, as functions have no module.
+
+    Example:
+        >>> linear = FunctionalModel(
+        ...     init=lambda key: {"w": jax.random.normal(key, (3,))},
+        ...     apply=lambda params, x: x @ params["w"],
+        ... )
+        >>> linear.apply(linear.init(jax.random.key(0)), jax.numpy.ones((5, 3))).shape
+        (5,)
     """
 
     init: Callable[[jax.Array], Params]
     apply: Callable[..., Any]
-    logical_axes: Params
-    bind: Callable[[Params], Any]
+    logical_axes: Params | None = None
+    bind: Callable[[Params], Any] = _bind_nothing
 
 
 def count_params(model: FunctionalModel) -> int:

@@ -176,6 +176,7 @@ def shardings(
 
     Args:
         logical_tree: the structure of `shapes_tree`, with a tuple of logical axes for each array.
+            None: each array is replicated.
         shapes_tree: arrays, or the result of `jax.eval_shape`.
         mesh: the mesh.
         rules: the mesh axis or axes of each logical axis.
@@ -193,6 +194,8 @@ def shardings(
         >>> tuple(shardings({"weight": ("embed", "mlp")}, shapes, mesh)["weight"].spec)
         ('fsdp', None)
     """
+    if logical_tree is None:
+        return jax.tree.map(lambda array: NamedSharding(mesh, PartitionSpec()), shapes_tree)
     # The tree of shapes comes first, so that the tuples of names count as leaves.
     return jax.tree.map(
         lambda array, names: NamedSharding(

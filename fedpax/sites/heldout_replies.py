@@ -10,17 +10,14 @@ from fedpax.sites.site_experiment import FINE_TUNED, Json, SiteRun
 from fedpax.sites.tasks import TERM, numbered
 
 LEAST_LABELS = 10
-"""The fewest held-out examples of which a site sends means of labels: two means give two labels.
-
-A site whose values are hidden sends no metrics of fewer: models that the coordinator makes read
-single examples off them."""
+"""The fewest held-out examples of which a site sends means of labels and, if its values are hidden,
+metrics."""
 
 MOST_MEAN = 2.0**64
-"""In a secure sum, a mean that is larger or not finite counts as this one: to leave it out would
-tell which site has it, and leave the means of the others alone."""
+"""Stands for larger means in secure sums: to leave them out would tell their sites."""
 
 MOST_EVALUATIONS = 20
-"""Evaluations that a site answers beside one for each round that it is asked to train in."""
+"""Evaluations that a site answers beside one for each round."""
 
 
 class Allowance:
@@ -72,7 +69,7 @@ class Measured(NamedTuple):
     withheld: str = ""  # why others are not sent
 
     def reply(self, *, is_summed: bool) -> Json:
-        """Return the fields of the reply: the names of the means alone, if a sum hides them."""
+        """Return the fields of the reply; names alone, if a sum hides the means."""
         examples, parts, means = self.heldout
         known = {n: None if is_summed or not np.isfinite(x) else x for n, x in means.items()}
         fields = {"metrics": known, "examples": examples, "parts": dict(parts)}
@@ -89,7 +86,7 @@ class Measured(NamedTuple):
 def measure(
     run: SiteRun, model: str, means: Mapping[str, float], *, is_summed: bool, per_example: int
 ) -> Measured:
-    """Return the means of which a site sends something; an example has `per_example` items."""
+    """Return the means that may leave a site; an example has `per_example` items."""
     heldout = Heldout(run.num_heldout, dict(run.heldout_parts), means)
     few = {name for name in means if heldout.count(name) < LEAST_LABELS * per_example}
     labels = {name for name in means if name.endswith(run.label_means)}

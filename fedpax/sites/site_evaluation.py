@@ -123,11 +123,11 @@ class SiteEvaluation:
         if not (present := without_faults(replies or {})):
             return
         counts, sums = next(iter(present.values())).arrays[f"{TERM} 0"]
-        means = {
-            name: total / count
-            for name, count, total in zip(names, counts, sums, strict=True)
-            if count and abs(total) < LEAST_LABELS * MOST_MEAN  # no site's mean is infinite
-        }
+        parts = [x for x in zip(names, counts, sums, strict=True) if x[1]]
+        most = LEAST_LABELS * MOST_MEAN  # the least that a mean which is not finite adds
+        means = {name: total / count for name, count, total in parts if abs(total) < most}
+        if lost := ", ".join(name for name, _, _ in parts if name not in means):
+            self._note_once(f"no held-out {lost}: not finite at a site, which a secure sum hides")
         if "loss" in means:
             absence = self._describe_absence([measured[name] for name in present])
             self._log.add_evaluation(number, self._metrics(means), {}, absence)

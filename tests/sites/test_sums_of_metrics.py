@@ -84,6 +84,7 @@ def test_a_loss_that_is_not_finite_does_not_tell_its_site(
     monkeypatch.setattr(SmallExperiment, "at_site", diverging)
     outcome, lines = federate(tmp_path)
     assert not lines and not outcome.coordinator.exchange.faults
+    assert [note for note in notes if note.startswith("no held-out loss: not finite")]
     assert not [note for note in notes if "not counted" in note or "no reply" in note]
 
 

@@ -144,8 +144,14 @@ class TablesOverSites(FedAvgFiles):
 
     def answer(self, settings: Json, clients: ClientRange) -> tuple[Stages, tuple[Any, ...]]:
         """Average the columns that the coordinator asks for, for each client of this site."""
-        numeric = [*map(Treatment.from_json, settings["columns"])]
-        scaling = _from_json(settings["scaling"])
+        try:
+            numeric = [*map(Treatment.from_json, settings["columns"])]
+            scaling = _from_json(settings["scaling"])
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"The syncer asks for averages in another form ({type(error).__name__}: {error}). "
+                "Use the same version of fedpax on both sides."
+            ) from error
         self._check_question(numeric, scaling)
         training, owners = self._training_examples(
             {t.name for t in numeric} & {*self.opened.columns}

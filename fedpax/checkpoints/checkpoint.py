@@ -46,7 +46,7 @@ from fedpax.checkpoints.participant_states import (
 )
 from fedpax.checkpoints.run_position import RunPosition, gather_stream_state
 from fedpax.console import print_error
-from fedpax.errors import FedpaxError
+from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.run_files.paths import (
     CHECKPOINTS,
     complete_rounds,
@@ -159,6 +159,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         numbers: Sequence[int] | None = None,
     ) -> None:
         """Start to save a checkpoint; return when the arrays may be donated."""
+        if type(round_number) is not int or round_number < 0:
+            # Orbax would take another value as a path, and remove what is there.
+            raise ArgumentError(f"round_number={round_number!r}, expected an integer, at least 0.")
         position = RunPosition(
             round_number,
             gather_stream_state(stream_state),

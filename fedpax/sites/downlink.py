@@ -95,7 +95,7 @@ class Receiver:
         if "target" not in header:
             return arrays
         names = _coded_names(arrays, self._codec)
-        if header["base"] is not None:
+        if header.get("base") is not None:
             if header["base"] != self.have:
                 return None
             names = [name[len(CODED) + 1 :] for name in arrays if name.startswith(f"{CODED} ")]

@@ -1,6 +1,5 @@
 """When a round over sites ends, and what its clients weigh."""
 
-import re
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +8,7 @@ from fedpax.clients.cohort import Cohort
 from fedpax.errors import ArgumentError
 from fedpax.sites.downlink import WHOLE, make_codec
 from fedpax.sites.site_table import CLIENTS_PER_SITE, MOST_MISSED
+from fedpax.sites.tasks import WEIGHTS
 from fedpax.sites.update_filters import check_guards
 
 
@@ -38,7 +38,7 @@ class RoundRules(NamedTuple):
                 raise ArgumentError(
                     f"{name}={value}, expected at least 1. Set for example --{name}={example}."
                 )
-        if not re.fullmatch(r"examples|equal|capped:[1-9][0-9]{0,8}", self.weights):
+        if not WEIGHTS.fullmatch(self.weights):
             raise ArgumentError(
                 f"weights={self.weights!r}, expected examples, equal or capped:N. Set for example "
                 "--weights=capped:1000."

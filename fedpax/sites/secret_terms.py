@@ -72,7 +72,7 @@ class SecretTerms:
     def answer(self, header: Json) -> Json:
         """Answer a phase in which no values are sent."""
         try:
-            answer = self._sums.answer(self._name, header["session"], header["request"])
+            answer = self._sums.answer(self._name, header["session"], header.get("request"))
         except SecureSumError as error:
             return {"fault": str(error)[:MAX_TEXT]}
         return {"answer": dict(answer.header)}

@@ -146,7 +146,8 @@ class SiteWorker:
         clients: Any = header.get("clients")
         slots: Any = header.get("slots")
         fits = isinstance(clients, list) and isinstance(slots, list) and len(clients) == len(slots)
-        if not fits or not all(type(k) is int for k in [*clients, *slots]) or total > MAX_CLIENTS:
+        is_whole = fits and all(type(k) is int and 0 <= k < MAX_CLIENTS for k in [*clients, *slots])
+        if not is_whole or total > MAX_CLIENTS:
             raise RefusedError("the syncer asks for clients in another form than numbers.")
         if not clients or not own.issuperset(clients) or len({*clients}) < len(clients):
             raise RefusedError(
@@ -260,6 +261,11 @@ class SiteWorker:
             raise RefusedError(
                 "the syncer asks for the terms of this site, expected a secure sum: the aggregator "
                 "is secure_mean or private_secure_mean. Start `fedpax syncer` with --secure_sums."
+            )
+        if number >= len(divided):
+            raise RefusedError(
+                f"the syncer asks for stage {number}, expected less than {len(divided)}. Use the "
+                "same flags and the same version of fedpax on both sides."
             )
         stage, client, merge = divided[number], divided.client(number), divided.merge(number)
         of_all, of_rows = in_order(SHARED, arrays), in_order(ROW, arrays)

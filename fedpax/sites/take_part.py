@@ -38,7 +38,7 @@ from fedpax.sites.site_process import (
 )
 from fedpax.sites.site_worker import SiteWorker, UnknownRoundError
 from fedpax.sites.task_exchange import LARGE
-from fedpax.sites.tasks import EVALUATION, ROUND
+from fedpax.sites.tasks import EVALUATION, ROUND, check_task
 from fedpax.training.experiment import Experiment
 from fedpax.training.progress import Progress, open_progress
 from fedpax.transport.admission import CheckedHeader
@@ -155,7 +155,7 @@ class Site:
         self._file = read_run(folder)
         self._run = self._file.run
         self._has_inputs = self._opened = False
-        self._heartbeat_seconds = 2.0
+        self._heartbeat_seconds, self._rounds = 2.0, 0
         self._noted = ""  # the last reason to wait
         self._withheld = ""  # why metrics were last not sent
         self._waits = False  # for rounds: a run that was finished has more of them
@@ -216,14 +216,15 @@ class Site:
             return False
         seconds = CheckedHeader(answer.header).number("heartbeat_seconds")
         self._heartbeat_seconds = min(max(seconds, 0.05), 60.0)
-        self._receiver = Receiver(answer.header["down"])
+        self._receiver = Receiver(CheckedHeader(answer.header).text("down"))
         self._has_inputs = False
         if self._run is None:
-            self._run = answer.header["run"]
+            self._run = CheckedHeader(answer.header).text("run")
         self._file = self._file._replace(process=self._incarnation)
         write_site_file(self._folder, self._file)
         self._progress.note(f"joined {self._connection.address} as {self._name}")
-        self._progress.set_rounds(CheckedHeader(answer.header).count("rounds"))
+        self._rounds = CheckedHeader(answer.header).count("rounds")
+        self._progress.set_rounds(self._rounds)
         return True
 
     def _step(self) -> bool:
@@ -276,6 +277,7 @@ class Site:
 
     def _work(self, task: Message) -> None:
         began = time.perf_counter()
+        check_task(task.header, self._rounds)
         received = self._receiver.unpack(task.header, task.arrays)
         if received is None:
             return  # and ask for the whole arrays

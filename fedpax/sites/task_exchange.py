@@ -294,7 +294,7 @@ class TaskExchange:
         return Message(
             {
                 "round": self.round,
-                "rounds": self._rounds,
+                "rounds": max(self._rounds, self.round),  # which a restarted run can have done
                 "first_client": clients.first,
                 "heartbeat_seconds": self._heartbeat,
                 **fields,

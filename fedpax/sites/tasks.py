@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -87,7 +88,10 @@ def numbered(word: str, arrays: Sequence[Any]) -> dict[str, np.ndarray]:
 def in_order(word: str, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """Return the arrays that `numbered` named."""
     number = sum(name.rpartition(" ")[0] == word for name in arrays)
-    return [arrays[f"{word} {i}"] for i in range(number)]
+    names = [f"{word} {i}" for i in range(number)]
+    if not arrays.keys() >= set(names):
+        raise MalformedError(f"the arrays {sorted(arrays)[:5]} are not numbered from 0.")
+    return [arrays[name] for name in names]
 
 
 def largest_message(task: Task) -> int:
@@ -172,6 +176,40 @@ def from_numbers(x: Any, dtype: Any) -> jax.Array:
     key = jax.ShapeDtypeStruct((), dtype)
     jax.eval_shape(lambda key: names.append(jax.random.key_impl(key)), key)
     return jax.random.wrap_key_data(jnp.asarray(x), impl=names[0])
+
+
+# ---- checks of what a coordinator sends to a site
+
+MOST_STAGES = 1000
+WEIGHTS = re.compile(r"examples|equal|capped:[1-9][0-9]{0,8}")
+
+
+def check_task(header: Json, rounds: int) -> None:
+    """Raise a `MalformedError` unless each field of a task has its type, and is in its range."""
+    task = CheckedHeader(header)
+    kind = task.text("task")
+    task.text("token")
+    needed = {ROUND: {"counted"}, EVALUATION: {"counted", "save"}}.get(kind, set())
+    if lacking := sorted(needed - header.keys()):
+        raise MalformedError(f"the syncer asks for {kind!r} without {lacking}.")
+    if "request" in header or kind not in (ROUND, EVALUATION, QUESTION):
+        task.text("session")
+    for name in ("base", "counted", "target", "up", "weights"):
+        task.optional_text(name)
+    for name in ("coded", "save", "secure_sums"):
+        task.flag(name)
+    task.count("round", int(kind == ROUND), rounds)  # a number: a checkpoint's folder has its name
+    task.count("stage", 0, task.count("last_stage", 0, MOST_STAGES))
+    if header.get("request") is not None:
+        task.mapping("request")
+    if kind == QUESTION:
+        task.mapping("settings")
+    if kind == ROUND and not WEIGHTS.fullmatch(task.text("weights")):
+        raise MalformedError(f"the syncer weighs by {header['weights']!r}, as no flag of it says.")
+    if "target" in header:
+        task.count("checksum")
+        if not re.fullmatch(r"\S+ [0-9]{1,9}", task.text("target")):
+            raise MalformedError(f"the syncer's model is named {header['target']!r}.")
 
 
 # ---- checks of what sites send to a coordinator

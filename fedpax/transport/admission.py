@@ -295,11 +295,11 @@ class CheckedHeader:
         """Return a short text, or None."""
         return None if self._header.get(name) is None else self.text(name)
 
-    def count(self, name: str, least: int = 0) -> int:
-        """Return an integer that is not below `least`."""
+    def count(self, name: str, least: int = 0, most: int = 2**53 - 1) -> int:
+        """Return an integer from `least` to `most`."""
         value = self._header.get(name)
-        if type(value) is not int or not least <= value < 2**53:
-            raise self._error(name, f"an integer of at least {least} and below 2^53")
+        if type(value) is not int or not least <= value <= most:
+            raise self._error(name, f"an integer from {least} to {most}")
         return value
 
     def optional_count(self, name: str) -> int | None:

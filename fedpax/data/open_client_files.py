@@ -259,7 +259,9 @@ def _open_splits(
     of_heldout = np.repeat(np.arange(len(tables)) == 1, [table.num_rows for table in tables])
     with _in_flags():
         table = (
-            join_splits(dict(zip(splits, tables, strict=True))) if len(tables) > 1 else tables[0]
+            join_splits(dict(zip(map(str, splits), tables, strict=True)))
+            if len(tables) > 1
+            else tables[0]
         )
     if client is None:
         one = pa.DictionaryArray.from_arrays(np.zeros(len(table), np.int32), [one_client])

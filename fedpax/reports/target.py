@@ -98,7 +98,7 @@ def trajectory_of(
         steps = jax.tree.leaves(cohort.batches)[0].shape[1]
         later = (next(run.cohorts) for _ in range(max(rounds) - 1))
         valid = [_valid_steps(c, steps) for c in itertools.chain([cohort], later)]
-        numbers = [np.count_nonzero(x) for x in valid]
+        numbers = [int(np.count_nonzero(x)) for x in valid]
         fractions = [float(np.mean(x) / steps) for x in valid]
     sent, flops = num_bytes * np.cumsum(numbers), full_flops * np.cumsum(fractions)
     return MetricTrajectory(

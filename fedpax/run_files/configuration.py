@@ -170,7 +170,9 @@ def changed_code(folder: str | Path, configuration: Any, exp: str) -> list[str]:
     """Return the names of files that `config.json` has, and that now define other code."""
     path = Path(folder) / CONFIGURATION
     before = read_json(path).get("code") if path.exists() else None
-    now = code_hashes(configuration, exp) if isinstance(before, dict) else {}
+    if not isinstance(before, dict):  # of an earlier version
+        return []
+    now = code_hashes(configuration, exp)
     return [name for name, text in now.items() if before.get(name, text) != text]
 
 

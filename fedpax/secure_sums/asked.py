@@ -35,6 +35,6 @@ class AskedStages:
         content = json.dumps([token, known, fields, types], sort_keys=True)
         asked = hashlib.sha256(PROTOCOL + b"asked" + content.encode())
         for name in types:
-            asked.update(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8))
+            asked.update(np.ascontiguousarray(arrays[name]).tobytes())
         self._token, self._stages = token, {**known, stage: asked.hexdigest()}
         return asked.digest()

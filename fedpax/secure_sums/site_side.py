@@ -165,12 +165,12 @@ class SiteSide:
         values = self._values() if callable(self._values) else self._values
         masked = {name: _to_words(name, array) for name, array in values.items()}
         # Whoever changed a sender's shares, this site cannot help to open what the sender masks.
-        if accused := sorted(site for site, content in opened.items() if content is None):
+        if accused := sorted(site for site, both in opened.items() if both is None):
             zeros = {name: np.zeros_like(words) for name, words in masked.items()}
             return Message({"phase": "mask", "accused": accused}, zeros)
-        for site, content in opened.items():
-            assert content is not None
-            self._shares[site] = content[:SHARE_BYTES], content[SHARE_BYTES:]
+        for site, both in opened.items():
+            assert both is not None
+            self._shares[site] = both[:SHARE_BYTES], both[SHARE_BYTES:]
         add_mask(masked, own_mask_key(self._own, digest), +1)
         for site in shares:
             purpose = pair_purpose(digest, self.asked, self.name, site)

@@ -1,5 +1,6 @@
 """Collects the notes of coordinators, and divides the rounds of an algorithm once."""
 
+import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ def divided_once() -> Iterator[None]:
     module = importlib.import_module(divide.__module__)  # whose name in its package is a function
     divided: dict[Any, Stages] = {}
 
+    @functools.wraps(divide)  # until the end of the process: it is documented
     def stages(program: Callable[..., Any], *args: Any, **names: Sequence[str]) -> Stages:
         types, tree = jax.tree.flatten(jax.eval_shape(lambda *x: x, *args))
         key = (program, tree, *types, repr(names))

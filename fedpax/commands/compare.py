@@ -1,6 +1,7 @@
 """`fedpax compare`: train several experiments and compare them in a table and a picture."""
 
 import itertools
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from fedpax.reports.target import (
     trajectory_of,
     write_target_comparison,
 )
+from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import RESERVED_METRICS, describe_damage, read_metrics, select
 from fedpax.run_files.paths import latest_round, refuse_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment
@@ -76,6 +78,14 @@ def compare(arguments: Sequence[str]) -> int:
                 "because the run would be trained where the link leads. Remove the link, or set "
                 "another --job_log_dir."
             )
+    titles: dict[str, set[str]] = {}
+    for run in runs:
+        titles.setdefault(json.dumps(to_json(run.experiment)), set()).add(run.title)
+    if fields and (equal := next((same for same in titles.values() if len(same) > 1), None)):
+        print_error(
+            f"fedpax: with {' '.join(fields)}, {' and '.join(sorted(equal))} are one experiment: "
+            "their rows differ by nothing but their names."
+        )
     allowed = _allowed_by_run(runs, allowed_changes(options))
     for run, paths in zip(runs, allowed, strict=True):
         check_configuration(run.folder, run.experiment, run.exp, allow_config_change=paths)

@@ -154,3 +154,12 @@ def test_an_empty_group_raises(leaf: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys.modules["leaf"], "two", lambda: ExperimentGroup({}))
     with pytest.raises(UnknownExperimentError, match="a group of 0 experiments"):
         expand_groups(["leaf:two"])
+
+
+def test_rows_that_a_flag_makes_equal_are_told(leaf: Path, command: Command) -> None:
+    arguments = ["compare", "--exp=./leaf.py:two", "--job_log_dir=runs", "--training.rounds=1"]
+    status, _, errors = command(*arguments, "--rate=0.5")
+    assert status == 0
+    first, second = sorted(two_names())
+    words = f"fedpax: with --training.rounds=1 --rate=0.5, {first} and {second} are one experiment"
+    assert words in errors

@@ -58,7 +58,10 @@ class Heldout(NamedTuple):
 
 def hash_model(arrays: Sequence[np.ndarray]) -> str:
     """Return a hash of the parameters of a model."""
-    return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()
+    content = hashlib.sha256()
+    for array in arrays:
+        content.update(array.tobytes())
+    return content.hexdigest()
 
 
 class Measured(NamedTuple):
@@ -67,6 +70,7 @@ class Measured(NamedTuple):
     model: str  # the hash of its arrays
     heldout: Heldout
     withheld: str = ""  # why others are not sent
+    session: str = ""  # the one sum in which they are sent
 
     def reply(self, *, is_summed: bool) -> Json:
         """Return the fields of the reply; names alone, if a sum hides the means."""

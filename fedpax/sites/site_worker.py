@@ -316,6 +316,7 @@ class SiteWorker:
             tuned = run.fine_tune(params)
             self._save(header["round"], tuned, FINE_TUNED)
         why = "of held-out examples: it has none"
+        self._measured = None
         if run.evaluate is None or (why := self._allowance.refuse()):
             return {"metrics": {}, "examples": 0, "withheld": why}
         measured = with_quantiles(run.evaluate(params))
@@ -327,15 +328,21 @@ class SiteWorker:
         means = {name: float(value) for name, value in measured.items()}
         self._on_metrics(header["round"], dict(run.finish(means)))
         is_summed = self._sums.is_required or header.get("secure_sums", True)
-        model, per_example = hash_model(received), items_of(self._experiment)[1]
+        model = hash_model(received) if is_summed else ""
+        per_example = items_of(self._experiment)[1]
         self._measured = measure(run, model, means, is_summed=is_summed, per_example=per_example)
         return self._measured.reply(is_summed=is_summed)
 
     def _sum_metrics(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
-        # The masks are bound to the header: no site's means are added to those of other models.
-        if self._measured is None or header["model"] != self._measured.model:
+        # The masks are bound to the header: no site's means are added to those of other models. A
+        # second sum, of other sites, would tell the means of one site.
+        measured, session = self._measured, header["session"]
+        if measured is None or header["model"] != measured.model:
             raise UnknownRoundError
-        return {}, self._measured.terms(header["names"])
+        if measured.session not in ("", session):
+            return {"fault": "this site sends metrics of a model in one sum alone"}, {}
+        self._measured = measured._replace(session=session)
+        return {}, measured.terms(header["names"])
 
     def _evaluate_personal(self, params: Params) -> dict[str, Any]:
         """Evaluate the own models of clients, with the states that they keep."""

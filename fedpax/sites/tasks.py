@@ -189,12 +189,17 @@ def check_task(header: Json, rounds: int) -> None:
     task = CheckedHeader(header)
     kind = task.text("task")
     task.text("token")
-    needed = {ROUND: {"counted"}, EVALUATION: {"counted", "save"}}.get(kind, set())
+    of_kind = {ROUND: {"counted"}, EVALUATION: {"counted", "save"}}
+    is_sum = kind == EVALUATION and "request" in header
+    needed = {"model", "names"} if is_sum else of_kind.get(kind, set())
     if lacking := sorted(needed - header.keys()):
         raise MalformedError(f"the syncer asks for {kind!r} without {lacking}.")
     if "request" in header or kind not in (ROUND, EVALUATION, QUESTION):
         task.text("session")
-    for name in ("base", "counted", "target", "up", "weights"):
+    names = header.get("names", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise MalformedError(f"the syncer asks for the metrics {str(names)[:100]}.")
+    for name in ("base", "counted", "model", "target", "up", "weights"):
         task.optional_text(name)
     for name in ("coded", "save", "secure_sums"):
         task.flag(name)

@@ -9,6 +9,7 @@ import pytest
 
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.site_evaluation import SiteEvaluation
 from fedpax.sites.tasks import EVALUATION
 from fedpax.transport.message import Message
 from sites.federation import Line, run
@@ -68,6 +69,25 @@ def test_a_site_that_was_sent_another_model_is_in_no_sum(tmp_path: Path) -> None
     losses = own_losses(tmp_path)
     assert losses["b"] > 1e9
     assert line["loss"] == pytest.approx(sum(losses[name] for name in "acd") / 3)
+
+
+def test_a_second_sum_of_the_same_metrics_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str]
+) -> None:
+    add_sum = SiteEvaluation._add_sum
+
+    def ask_twice(
+        evaluation: Any, number: int, model: str, measured: dict[str, Any], seconds: float
+    ) -> None:
+        add_sum(evaluation, number, model, measured, seconds)
+        rest = {name: heldout for name, heldout in measured.items() if name != "d"}
+        add_sum(evaluation, number, model, rest, seconds)
+
+    monkeypatch.setattr(SiteEvaluation, "_add_sum", ask_twice)
+    _, (line,) = federate(tmp_path)
+    assert line["loss"] == pytest.approx(np.mean([*own_losses(tmp_path).values()]))
+    told = "no reply: this site sends metrics of a model in one sum alone"
+    assert notes.count(told) == 3
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

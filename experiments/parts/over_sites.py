@@ -15,7 +15,7 @@ from fedpax.clients.cohort import Cohort, CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition
 from fedpax.data.tables.labels import Label
 from fedpax.populations.client_arrays import ComputedPartition
-from fedpax.sites.site_experiment import ClientRange, Question
+from fedpax.sites.site_experiment import ClientRange, ColumnValues, Question
 
 
 class OverSites:
@@ -36,7 +36,7 @@ class OverSites:
 
     def agree(
         self, descriptions: Sequence[Mapping[str, Any]]
-    ) -> Generator[Question, Any, Mapping[str, Any]]:
+    ) -> Generator[Question | ColumnValues, Any, Mapping[str, Any]]:
         """Return the inputs that all sites share, by default none."""
         del descriptions
         yield from ()
@@ -56,6 +56,16 @@ class OverSites:
         """Lines on what sites agreed on: the label and its classes, if there is one."""
         label: Label | None = getattr(self, "label", None)
         return () if label is None else (label.describe(),)
+
+    @property
+    def note_values(self) -> str:
+        """A line on the values of text that `list_values` returns, by default none."""
+        return ""
+
+    def list_values(self, columns: Sequence[str]) -> Mapping[str, Any]:
+        """Return the values of columns of text that are categories here, by default none."""
+        del columns
+        return {}
 
     def answer(self, settings: Mapping[str, Any], clients: ClientRange) -> Any:
         """Answer a question of `agree`."""

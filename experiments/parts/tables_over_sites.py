@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,8 +34,11 @@ from fedpax.data.tables.shared_treatment import (
     KIND,
     LABEL,
     NUMBERS,
+    agree_on_kinds,
     agree_on_table,
+    check_categories,
     column_property,
+    describe_categories,
     describe_kind,
     describe_table,
     table_properties,
@@ -46,7 +50,7 @@ from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.experiments.parts.file_experiments import saved_content
 from fedpax.settings.table_data import TableConfig
 from fedpax.sites.agreement import Needed
-from fedpax.sites.site_experiment import ClientRange, Question, SiteRun
+from fedpax.sites.site_experiment import ClientRange, ColumnValues, Question, SiteRun
 from fedpax.transforms.stages import Stages
 
 Json = Mapping[str, Any]
@@ -69,8 +73,31 @@ class TablesOverSites(FedAvgFiles):
         treatments = self.data.treatments_of(self.opened)
         stated = self.data.stated_label
         has_classes = stated is not None and stated.values is not None
-        training, owners = self._training_examples(self.opened.columns)
-        return describe_table(training, treatments, owners, label, has_classes)
+        training, _ = self._training_examples(self.opened.columns)
+        return describe_table(training, treatments, label, has_classes)
+
+    @functools.cached_property
+    def _categories(self) -> dict[str, Json]:
+        treatments = [t for t in self.data.treatments_of(self.opened) if t.kind == "category"]
+        training, owners = self._training_examples(t.name for t in treatments)
+        return describe_categories(training, treatments, owners)
+
+    def list_values(self, columns: Sequence[str]) -> Json:
+        """Return the values of columns that are categories here, and how many clients have each."""
+        return {name: values for name, values in self._categories.items() if name in columns}
+
+    @property
+    def note_values(self) -> str:
+        """A line on the values that a site sends of each category, and how to send none."""
+        values = {n: [*x["values"]] for n, x in self._categories.items() if x.get("values")}
+        if not values:
+            return ""
+        shown = [f"{len(v):,} of {n!r} ({', '.join(map(repr, v[:3]))})" for n, v in values.items()]
+        return (
+            f"sends the syncer, where all sites have categories, the values of text columns: "
+            f"{'; '.join(shown)}. To send none: --data.columns '{min(values)}=left_out' at the "
+            "syncer and at each site"
+        )
 
     def at_site(self, clients: ClientRange) -> SiteRun:
         """Make a site's run; it tells which columns of the model have no value here."""
@@ -108,10 +135,18 @@ class TablesOverSites(FedAvgFiles):
         classes = "none" if label is None or label.values is None else "|".join(label.values)
         return {**stated, LABEL: self.data.label or "", CLASSES: classes}
 
-    def agree(self, descriptions: Sequence[Mapping[str, Any]]) -> Generator[Question, Any, Json]:
-        """Agree on the features of tables, and ask for the means and deviations of numbers."""
+    def agree(
+        self, descriptions: Sequence[Mapping[str, Any]]
+    ) -> Generator[Question | ColumnValues, Any, Json]:
+        """Agree on the features of tables; ask for categories, means and deviations."""
+        texts = [t for t in agree_on_kinds(descriptions) if t.kind == "category"]
+        values: Any = [{}] * len(descriptions)
+        if texts:  # of a text that a site leaves out, no site sends values
+            names = [t.name for t in texts]
+            values = yield ColumnValues(names, lambda x: check_categories(x, texts))
         agreed = agree_on_table(
             descriptions,
+            values,
             max_categories=self.data.max_categories,
             min_clients=self.data.category_clients,
             task=self.data.task,

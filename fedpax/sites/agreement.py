@@ -8,14 +8,16 @@ from typing import Any, NamedTuple, Self
 
 from fedpax.console import count_of
 from fedpax.errors import ConfigurationError
-from fedpax.sites.site_experiment import Json, Question
+from fedpax.sites.downlink import whole
+from fedpax.sites.site_experiment import ColumnValues, Json, Question
 from fedpax.sites.site_files import SiteWatch, write_federation
 from fedpax.sites.site_table import LATE, SiteRecord
 from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
 from fedpax.sites.task_exchange import TaskExchange
-from fedpax.sites.tasks import QUESTION, ROUND, new_token
+from fedpax.sites.tasks import QUESTION, ROUND, VALUES, Task, check_size, new_token
 from fedpax.training.progress import Progress
 from fedpax.transforms.stages import Request, drive
+from fedpax.transport.calls import MalformedError
 
 Properties = Mapping[str, str | None]
 """Properties of a site that must be equal at all sites, in words, by name; None differs from none.
@@ -266,7 +268,26 @@ class Agreement:
         late = [sites.get(name) for name, fault in sorted(faults.items()) if fault == LATE]
         return [s.name for s in late if s is not None and sites.is_awaited(s, ROUND, now)]
 
-    def _ask(self, question: Question, present: Sequence[SiteRecord]) -> Any:
+    def _ask_values(self, question: ColumnValues, present: Sequence[SiteRecord]) -> Any:
+        """Return what each site lists; None, with faults, if a site has none that counts."""
+        header = {"task": VALUES, "stage": 0, "last_stage": 0, "columns": [*question.columns]}
+        own: dict[str, Any] = {site.name: ({}, {}) for site in present}
+        task = Task(new_token(), header, whole({}), own, {})
+        replies = self._exchange.ask(task, len(own), self._tie_seconds, self._stop)
+        for name, reply in (replies or {}).items():
+            try:
+                values = reply.header["values"]
+                check_size(name, values, 0, 0)
+                question.check(values)
+            except (*_MALFORMED, MalformedError) as error:
+                self._exchange.faults.setdefault(name, _malformed(error))
+        if replies is None or self._exchange.faults:
+            return None
+        return [replies[site.name].header["values"] for site in present]
+
+    def _ask(self, question: Question | ColumnValues, present: Sequence[SiteRecord]) -> Any:
+        if isinstance(question, ColumnValues):
+            return self._ask_values(question, present)
         everyone = {s.name: list(range(s.first, s.first + s.count)) for s in present}
         total = question.stages.placement.size
         who = Participants(

@@ -44,6 +44,16 @@ class Question(NamedTuple):
     args: tuple[Any, ...]
 
 
+class ColumnValues(NamedTuple):
+    """A question for the values of columns, which a site's `list_values` answers in JSON.
+
+    `check` raises if an answer is malformed. The reply has the answers in the order of the sites.
+    """
+
+    columns: Sequence[str]
+    check: Callable[[Any], None]
+
+
 class CoordinatorRun(NamedTuple):
     """A run as its coordinator sees it, without data.
 
@@ -133,7 +143,7 @@ class SiteExperiment(Protocol):
         """Return the properties that the coordinator itself states, and no site can change."""
         ...
 
-    def agree(self, descriptions: Sequence[Json]) -> Generator[Question, Any, Json]:
+    def agree(self, descriptions: Sequence[Json]) -> Generator[Question | ColumnValues, Any, Json]:
         """Return the inputs that all sites share, from their descriptions and from questions."""
         ...
 

@@ -34,6 +34,7 @@ from fedpax.sites.tasks import (
     SHARED,
     SHOWN,
     TERM,
+    VALUES,
     WORD,
     from_numbers,
     in_order,
@@ -53,7 +54,7 @@ UNSENT = "\0 what the sums of this site have lost"
 
 MAX_CLIENTS = 10_000_000
 MOST_QUESTIONS = 20
-"""Questions before the first round: two for a table, and again for each site that leaves then."""
+"""Questions before the first round: three for a table, and again for each site that leaves then."""
 
 
 class _Program(NamedTuple):
@@ -130,6 +131,12 @@ class SiteWorker:
             return self._evaluate(header, arrays), {}
         if task == SUM:
             return self._sums.answer(header), {}
+        if task in (QUESTION, VALUES) and self._whole_run is not None:
+            raise RefusedError("the syncer asks about this site's data once the inputs are known.")
+        if task == VALUES:
+            self._count_question()
+            experiment: Any = self._experiment
+            return {"values": experiment.list_values(header["columns"])}, {}
         work = {QUESTION: self._answer, ROUND: self._run_stage, EVALUATION: self._sum_metrics}
         if task in work:
             reply = work[task](header, arrays)
@@ -156,19 +163,22 @@ class SiteWorker:
             )
         return ClientRange(first, self.count, total)
 
+    def _count_question(self) -> None:
+        """Refuse a question about the data after many of them."""
+        self._num_questions += 1
+        if self._num_questions > MOST_QUESTIONS:
+            raise RefusedError(
+                f"the syncer asks more than {MOST_QUESTIONS} questions about this site's data."
+            )
+
     def _answer(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
         token, clients = header["token"], self._clients(header)
-        if self._whole_run is not None or len(header["clients"]) < self.count:
+        if len(header["clients"]) < self.count:
             raise RefusedError(
-                "the syncer asks for averages of some of this site's clients, or after the inputs "
-                "are known, expected averages of all clients before the first round."
+                "the syncer asks for averages of some of this site's clients, expected all clients."
             )
         if token not in self._questions:
-            self._num_questions += 1
-            if self._num_questions > MOST_QUESTIONS:
-                raise RefusedError(
-                    f"the syncer asks more than {MOST_QUESTIONS} questions about this site's data."
-                )
+            self._count_question()
             divided, args = self._experiment.answer(header["settings"], clients)
             self._questions = {token: (divided, divided.own(*args))}
             self._between = token, {}

@@ -204,6 +204,8 @@ class Site:
                 pause = min(2 * pause, 2.0)
 
     def _join(self) -> bool:
+        if self._run is None and (told := getattr(self._experiment, "note_values", "")):
+            self._note_once(told)
         answer = self._call(
             "join",
             identity=self._identity,

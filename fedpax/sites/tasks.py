@@ -24,7 +24,7 @@ SHARED, ROW, TERM, SHOWN, WORD = "shared", "row", "term", "shown", "word"
 """First words of the names of arrays."""
 
 
-ROUND, EVALUATION, QUESTION = "round", "evaluate", "question"
+ROUND, EVALUATION, QUESTION, VALUES = "round", "evaluate", "question", "values"
 """The kinds of tasks. Each task that is not an evaluation is part of a round."""
 
 ArrayTypes = tuple[tuple[int | None, ...], np.dtype]
@@ -194,7 +194,7 @@ def check_task(header: Json, rounds: int) -> None:
     needed = {"model", "names"} if is_sum else of_kind.get(kind, set())
     if lacking := sorted(needed - header.keys()):
         raise MalformedError(f"the syncer asks for {kind!r} without {lacking}.")
-    if "request" in header or kind not in (ROUND, EVALUATION, QUESTION):
+    if "request" in header or kind not in (ROUND, EVALUATION, QUESTION, VALUES):
         task.text("session")
     names = header.get("names", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -209,6 +209,8 @@ def check_task(header: Json, rounds: int) -> None:
         task.mapping("request")
     if kind == QUESTION:
         task.mapping("settings")
+    if kind == VALUES and not isinstance(header.get("columns"), list):
+        raise MalformedError("the syncer asks for the values of no columns.")
     if kind == ROUND and not WEIGHTS.fullmatch(task.text("weights")):
         raise MalformedError(f"the syncer weighs by {header['weights']!r}, as no flag of it says.")
     if "target" in header:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpax.data.tables.shared_treatment import agree_on_table, table_properties
+from fedpax.data.tables.shared_treatment import (
+    agree_on_kinds,
+    agree_on_table,
+    check_categories,
+    table_properties,
+)
 from fedpax.errors import FedpaxError
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.agreement import Needed, count_votes
@@ -175,11 +181,13 @@ def description() -> dict[str, Any]:
     return {
         "clients": 2,
         "columns": [column, sex],
-        "categories": {"sex": {"values": {"f": 2, "m": 1}}},
         "missing": ["age"],
         "label": label,
         "number": True,
     }
+
+
+CATEGORIES = {"sex": {"values": {"f": 2, "m": 1}}}
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -211,10 +219,28 @@ def test_what_passes_the_checks_can_be_agreed_on(place: tuple[Any, ...], junk: A
         return  # refused
     if count_votes({"a": table_properties(honest), "b": result}, {}) == ({}, None):
         try:
-            agree_on_table([honest, changed])
-            agree_on_table([changed, honest])
+            agree_on_table([honest, changed], [CATEGORIES] * 2)
+            agree_on_table([changed, honest], [CATEGORIES] * 2)
         except FedpaxError as error:
             assert "at different sites" not in str(error)
+
+
+@given(st.sampled_from(places(CATEGORIES)), JUNK)
+@settings(deadline=None, max_examples=150)
+def test_values_that_pass_the_checks_can_be_merged(place: tuple[Any, ...], junk: Any) -> None:
+    changed: Any = {"": copy.deepcopy(CATEGORIES)}
+    inner = changed
+    for key in ("", *place)[:-1]:
+        inner = inner[key]
+    inner[("", *place)[-1]] = junk
+    changed = json.loads(json.dumps(changed))[""]
+    texts = [t for t in agree_on_kinds([description()]) if t.kind == "category"]
+    check_categories(CATEGORIES, texts)
+    try:
+        check_categories(changed, texts)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return  # refused
+    agree_on_table([description()] * 2, [CATEGORIES, changed])
 
 
 HALF = "\ud800"  # of a surrogate pair: JSON has it, a file in UTF-8 has not
@@ -228,7 +254,6 @@ HALF = "\ud800"  # of a surrogate pair: JSON has it, a file in UTF-8 has not
         (("columns", 1, "values"), ["f|m"]),
         (("columns", 0, "values"), ["f", "m"]),
         (("columns", 1, "bounds"), [0, 1]),
-        (("categories", "sex", "values"), {HALF: 3}),
         (("label", "classes"), ["0", HALF]),
         (("label", "reason"), HALF),
         (("label", "mean"), "x"),
@@ -328,3 +353,54 @@ def test_text_that_is_no_feature_can_be_at_one_site_alone(tmp_path: Path) -> Non
     path.write_text("\n".join([f"{head},notes", *noted]) + "\n")
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in SIZES}
     assert not federate(tmp_path, sites, experiment(rounds=1), "b").refused
+
+
+def write_visits(folder: Path, patients: dict[str, int]) -> None:
+    """Write two visits of each patient; names are text, and `ward` is a category everywhere."""
+    random = np.random.default_rng(0)
+    for site, number in patients.items():
+        (folder / site).mkdir(parents=True)
+        rows = [
+            f"{site} {k // 2},ward {k % 3},{random.normal(50, 9):.1f},{'ill' if k % 3 else 'well'}"
+            for k in range(2 * number)
+        ]
+        (folder / site / f"{site}.csv").write_text(
+            "\n".join(["patient,ward,age,outcome", *rows]) + "\n"
+        )
+
+
+@pytest.mark.parametrize("secure_sums", [False, True])
+def test_no_value_of_a_text_leaves_a_site_unless_all_sites_call_it_a_category(
+    tmp_path: Path, notes: list[str], secure_sums: bool
+) -> None:
+    """At the small site `patient` has few values; at the others it is left out."""
+    write_visits(tmp_path / "data", patients := {"small": 40, "b": 60, "c": 60})
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in patients}
+    columns = sites["small"].describe_site()["columns"]
+    assert [c["kind"] for c in columns] == ["category", "category", "number"]
+    rules = RoundRules(3, 60.0, secure_sums=secure_sums)
+    outcome = run(experiment(rounds=1), sites, tmp_path / "runs", rules=rules)
+    columns = outcome.coordinator.exchange.inputs["columns"]
+    assert [c["treatment"]["name"] for c in columns] == ["ward", "age"]
+    for name, line in outcome.lines.items():
+        sent = b"".join(line.sent)
+        assert b'"ward 2"' in sent and f"{name} ".encode() not in sent
+    (told,) = {n for n in notes if n.startswith("sends the syncer") and "'patient'" in n}
+    assert re.search(r"\d\d of 'patient' \('small \d+', 'small \d+', 'small \d+'\)", told)
+    assert "--data.columns 'patient=left_out'" in told
+
+
+def test_a_site_with_malformed_values_ends_no_run(tmp_path: Path) -> None:
+    write_visits(tmp_path / "data", patients := {"a": 60, "b": 60, "c": 60})
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in patients}
+
+    def change(header: dict[str, Any]) -> dict[str, Any]:
+        if "values" in header.get("fields", {}):
+            header["fields"] = {"values": {"ward": {"values": {"ward 1": -1}}}}
+        return header
+
+    lines = {"a": lambda exchange: Changed(exchange, change)}
+    outcome = federate(tmp_path, sites, experiment(rounds=1), "a", lines=lines)
+    assert "categories of 'ward' is" in outcome.refused["a"]
+    (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
+    assert line["sites"] == 2

@@ -34,34 +34,39 @@ class AgreedTable(NamedTuple):
 def describe_table(
     table: Mapping[str, Any],
     treatments: Sequence[Treatment],
-    clients: Int[np.ndarray, " examples"],
     label: Label,
     has_stated_classes: bool,
 ) -> dict[str, Any]:
-    """Return what a site tells of its training columns, as JSON, without values of other text."""
-    categories: dict[str, dict[str, Any]] = {}
-    missing = []
-    for treatment in treatments:
-        if treatment.kind == "left_out":
-            continue
-        column = arrow_column(table[treatment.name])
-        if checked_missing(treatment, column).any():
-            missing.append(treatment.name)
-        if treatment.kind != "category":
-            continue
-        values = CategoryValues(treatment)
-        values.add(column, clients)
-        categories[treatment.name] = values.to_json()
+    """Return what a site tells of its training columns, as JSON, without values of text."""
+    missing = [
+        t.name
+        for t in treatments
+        if t.kind != "left_out" and checked_missing(t, arrow_column(table[t.name])).any()
+    ]
     return {
         # A reason can tell numbers of examples and of values.
         "columns": [
             t._asdict() | {"reason": t.reason if t.reason in ("stated", "no values") else t.kind}
             for t in treatments
         ],
-        "categories": categories,
         "missing": missing,
         **describe_label(label, table[label.name], has_stated_classes),
     }
+
+
+def describe_categories(
+    table: Mapping[str, Any],
+    treatments: Sequence[Treatment],
+    clients: Int[np.ndarray, " examples"],
+) -> dict[str, Any]:
+    """Return the values of a site's categories, and how many clients have each, as JSON."""
+    categories = {}
+    for treatment in treatments:
+        if treatment.kind == "category":
+            values = CategoryValues(treatment)
+            values.add(arrow_column(table[treatment.name]), clients)
+            categories[treatment.name] = values.to_json()
+    return categories
 
 
 def describe_label(label: Label, values: Any, has_stated_classes: object) -> dict[str, Any]:
@@ -74,19 +79,29 @@ def describe_label(label: Label, values: Any, has_stated_classes: object) -> dic
     }
 
 
+def agree_on_kinds(descriptions: Sequence[Json]) -> list[Treatment]:
+    """Return the treatment of each column that all sites share, before they tell categories."""
+    names = dict.fromkeys(c["name"] for d in descriptions for c in d["columns"])
+    return [_agree_on_kind(name, descriptions) for name in names]
+
+
 def agree_on_table(
     descriptions: Sequence[Json],
+    by_site: Sequence[Json],
     *,
     max_categories: int = MAX_CATEGORIES,
     min_clients: int = 1,
     task: Task | None = None,
 ) -> AgreedTable:
-    """Return the treatment that all sites share; categories have `min_clients` clients."""
+    """Return the treatment that all sites share; categories have `min_clients` clients.
+
+    `by_site` has what `describe_categories` returns at each site.
+    """
     treatments, categories = [], {}
-    for name in dict.fromkeys(c["name"] for d in descriptions for c in d["columns"]):
-        treatment = _agree_on_kind(name, descriptions)
+    for treatment in agree_on_kinds(descriptions):
+        name = treatment.name
         if treatment.kind == "category":
-            values, other = _merge_categories(name, descriptions, treatment, min_clients)
+            values, other = _merge_categories(treatment, by_site, min_clients)
             if treatment.values is None and len(values) + other > max_categories:
                 words = f"text of more than {max_categories} distinct values"
                 treatment = Treatment(name, "left_out", None, reason=words)
@@ -123,13 +138,13 @@ def _agree_on_kind(name: str, descriptions: Sequence[Json]) -> Treatment:
 
 
 def _merge_categories(
-    name: str, descriptions: Sequence[Json], treatment: Treatment, min_clients: int
+    treatment: Treatment, by_site: Sequence[Json], min_clients: int
 ) -> tuple[tuple[str, ...], bool]:
-    by_site = [d["categories"][name] for d in descriptions if name in d["categories"]]
+    own = [each[treatment.name] for each in by_site if treatment.name in each]
     if treatment.values is not None:
-        return treatment.values, any(each.get("other") for each in by_site)
+        return treatment.values, any(each.get("other") for each in own)
     having: dict[str, int] = {}
-    for each in by_site:
+    for each in own:
         for value, count in each.get("values", {}).items():
             having[value] = having.get(value, 0) + count
     return common_values(having, min_clients)
@@ -198,7 +213,6 @@ def table_properties(description: Mapping[str, Any]) -> dict[str, str]:
     treatments = {t.name: t for t in map(_checked_treatment, columns)}
     unique = len(treatments) == len(columns) and properties[LABEL] not in treatments
     _check(unique, "columns", [t.name for t in treatments.values()])
-    _check_categories(description["categories"], treatments)
     missing = description["missing"]
     _check(isinstance(missing, list) and set(missing) <= treatments.keys(), "missing", missing)
     return properties | {
@@ -261,13 +275,13 @@ def _checked_treatment(fields: Any) -> Treatment:
     return Treatment.from_json(fields)
 
 
-def _check_categories(categories: Any, treatments: Mapping[str, Treatment]) -> None:
+def check_categories(categories: Any, asked: Sequence[Treatment]) -> None:
+    """Raise unless `describe_categories` can return this for some of the columns."""
     _check(isinstance(categories, dict), "categories", categories)
+    treatments = {t.name: t for t in asked}
     for name, values in categories.items():
-        treatment = treatments.get(name)
-        _check(treatment is not None and treatment.kind == "category", "categories", name)
-        assert treatment is not None
-        if treatment.values is not None:
+        _check(name in treatments, "categories", name)
+        if treatments[name].values is not None:
             fits = values.keys() == {"other"} and type(values["other"]) is bool
         else:
             counts = values["values"]

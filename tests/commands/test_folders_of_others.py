@@ -1,14 +1,20 @@
 """Tests of commands on a folder that others made: no code that the folder names is run."""
 
+import contextlib
+import dataclasses
 import json
+import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from small_runs import EXPERIMENTS, NAMED, REGRESSION, Command
 
+from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.commands.parts.options import configure
 from fedpax.errors import ConfigurationError
 from fedpax.experiments.catalog import is_shipped
@@ -138,3 +144,37 @@ def test_a_class_that_is_no_dataclass_of_its_module_is_not_called(
     with pytest.raises(ConfigurationError, match=r"names (the class )?'?[a-z_.]+:\w+"):
         from_json({"class": name, **target}, own=own)
     assert tmp_path.exists() and not (tmp_path / "made").exists()
+
+
+def test_a_host_that_a_folder_names_is_not_called(command: Command, tmp_path: Path) -> None:
+    calls: list[bytes] = []
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def listen() -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                caller, _ = listening.accept()
+                caller.sendall(b"220 ready\r\n")
+                calls.append(caller.recv(100))
+                caller.close()
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    url = f"ftp://127.0.0.1:{listening.getsockname()[1]}/a/x.csv"
+    folder = tmp_path / "theirs"
+    exp = "fedavg_table"
+    made: Any = configure(exp, ["--data.label=y", f"--data.files={url}"])
+    files = dataclasses.replace(made.data, files=(url, "--exp=payload.py:run"))
+    made = dataclasses.replace(made, data=files)
+    write_configuration(folder, made, exp)
+    with Checkpoints(folder, keep=1) as checkpoints:
+        checkpoints.save(1, {"w": np.zeros(2)}, {}, {})
+    for words in (["evaluate"], ["export", "--out=new"], ["evaluate", "--seed=1"]):
+        status, output, errors = command(*words, f"--job_log_dir={folder}")
+        assert (status, output) == (2, "") and "names files at another host" in errors
+        assert f"--job_log_dir={folder} --data.files {url} ./--exp=payload.py:run" in errors
+    assert not calls
+    # Named in the command, they are read.
+    command("evaluate", f"--job_log_dir={folder}", f"--data.files={url}")
+    listening.close()
+    assert calls

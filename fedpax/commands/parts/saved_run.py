@@ -2,9 +2,9 @@
 
 import os
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from absl import flags
@@ -19,6 +19,7 @@ from fedpax.errors import UsageError
 from fedpax.experiments.catalog import find_experiment, is_shipped
 from fedpax.run_files.configuration import (
     class_name,
+    flatten,
     from_json,
     is_within_fedpax,
     moved_out_of_main,
@@ -36,6 +37,7 @@ from fedpax.run_files.paths import (
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.folder_owners import is_in_use
+from fedpax.user_files.finding import is_url
 
 
 class SavedRun(NamedTuple):
@@ -91,6 +93,7 @@ def read_saved_run(
         classes = own_classes(default)
     elif not is_shipped(exp) or not is_within_fedpax(saved["class"]):
         raise UsageError(_how_to_name(command, arguments, folder, exp, saved["class"]))
+    _check_hosts(command, arguments, fields, folder, saved)
     prefix = f"fedpax {command} --job_log_dir={options.job_log_dir}"
     description = f"The configuration of {exp or saved['class']} in {folder}."
     configuration = from_json(saved, folder / CONFIGURATION, classes)
@@ -131,6 +134,31 @@ def _how_to_name(
         "--exp: code that a folder names runs only if the command names it too. If you trust this "
         f"code, run: {again}"
     )
+
+
+def _check_hosts(
+    command: str,
+    arguments: Sequence[str],
+    fields: Sequence[str],
+    folder: Path,
+    saved: Mapping[str, Any],
+) -> None:
+    """Raise if a folder names files at another host, and the command does not name them."""
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in fields if word[:2] == "--"}
+    again: list[str] = []
+    for name, value in flatten(saved):
+        texts = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, str)]
+        # A bucket of checkpoints is gs:// alone, and no host of the sender.
+        if name not in {*given, "training.checkpoint_dir"} and any(map(is_url, texts)):
+            # A path such as -x must not become a flag.
+            again += [f"--{name}", *(f"./{x}" if x.startswith("-") else x for x in texts)]
+    if again:
+        words = shlex.join(["fedpax", command, *arguments, *again])
+        raise UsageError(
+            f"{folder / CONFIGURATION} names files at another host, which would learn who reads "
+            "the folder, and get your credentials. Give files of your own, or, if you trust this "
+            f"host, run: {words}"
+        )
 
 
 def existing_folder(job_log_dir: str) -> Path:

@@ -47,8 +47,9 @@ def check_population(method: str, cohort_size: Any, num_clients: Any) -> None:
 
 _SPLIT = (
     "Keep keys, counters and other state of a flax model apart from its parameters: graphdef, "
-    "params, rest = nnx.split(model, nnx.Param, ...), and in loss_fn nnx.merge(graphdef, params, "
-    "rest)."
+    "params, rest = nnx.split(model, nnx.Param, ...), and in loss_fn "
+    "nnx.merge(graphdef, params, rest, copy=True). Each step then starts from a copy of rest: pass "
+    "rngs to dropout layers, as docs/clients.md does with dropout_seed."
 )
 
 

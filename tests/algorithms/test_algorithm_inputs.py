@@ -312,6 +312,19 @@ def test_a_flax_model_among_the_parameters_points_to_the_split():
     ):
         with pytest.raises(TypeError, match=re.escape(path) + r".*is a random key.*nnx\.split"):
             algorithm.init(params)
+    with pytest.raises(TypeError) as raised:
+        algorithm.init(nnx.state(model))
+    split, merge = re.findall(r"nnx\.split\([^)]*\)|nnx\.merge\([^)]*\)", str(raised.value))
+    graphdef, params, rest = eval(split, {"nnx": nnx, "model": model})  # as the message says
+
+    def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, None]:
+        scope = {"nnx": nnx, "graphdef": graphdef, "params": params, "rest": rest}
+        again = eval(merge, scope)
+        return jnp.mean(again.dropout(again.linear(batch)) ** 2), None
+
+    trained = ALGORITHMS["FedAvg"](loss_fn, 2)
+    state, metrics = jax.jit(trained.round)(trained.init(params), Cohort(jnp.ones((2, 3, 4, 2))))
+    assert metrics["loss"] > 0 and (state.params["linear"]["bias"][...] != 0).all()
     counts = nnx.state(model, (nnx.Param, nnx.RngCount))
     with pytest.raises(TypeError, match=r"\['count'\].* has dtype uint32, expected.*nnx\.split"):
         algorithm.round(algorithm.init(counts), Cohort(jnp.ones((2, 1, 3))))

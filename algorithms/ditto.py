@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.parts.finite_states import keep_finite
-from fedpax.algorithms.parts.local_steps import local_steps, local_update, proximal_term
+from fedpax.algorithms.parts.local_steps import after, local_steps, local_update, proximal_term
 from fedpax.algorithms.parts.method_checks import (
     check_optimizer,
     check_population,
@@ -116,7 +116,7 @@ def ditto(
         check_cohort("ditto", cohort, cohort_size)
         cohort, client_ids = cohort_of_population("ditto", cohort, num_clients)
         x = state.params
-        toward_shared = optax.chain(proximal_term(lam, x), personal)
+        toward_shared = after(proximal_term(lam, x), personal)
 
         def local_train(
             v: Params, batches: chex.ArrayTree, num_steps: NumSteps

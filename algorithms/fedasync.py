@@ -16,7 +16,7 @@ from fedpax.algorithms.parts.arrivals import (
     polynomial_staleness,
     start_history,
 )
-from fedpax.algorithms.parts.local_steps import local_update, proximal_term
+from fedpax.algorithms.parts.local_steps import after, local_update, proximal_term
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
@@ -132,7 +132,7 @@ def fedasync(
             # Without a schedule, a client receives one model, as `fedpax.cost` counts it.
             has_schedule = cohort.schedule is not None
             start = state.history.read(staleness) if has_schedule else state.params
-            optimizer = optax.chain(proximal_term(proximal, start), client_optimizer)
+            optimizer = after(proximal_term(proximal, start), client_optimizer)
             difference, metrics = local_update(loss_fn, optimizer, start, batches, num_steps)
             if update == "model":
                 difference = optax.tree.add(subtract(state.params, start), difference)

@@ -11,7 +11,7 @@ import optax
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.parts.finite_states import keep_finite
-from fedpax.algorithms.parts.local_steps import local_update, proximal_term
+from fedpax.algorithms.parts.local_steps import after, local_update, proximal_term
 from fedpax.algorithms.parts.method_checks import (
     check_population,
     check_setting,
@@ -139,7 +139,7 @@ def feddyn(
             # Up to a constant, both terms are alpha / 2 |y - (x + g_i / alpha)|^2: a step reads one
             # model for them.
             center = optax.tree.add(x, scale(inverse, client_gradient))
-            optimizer = optax.chain(proximal_term(alpha, center), client_optimizer)
+            optimizer = after(proximal_term(alpha, center), client_optimizer)
             pseudo_gradient, metrics = local_update(loss_fn, optimizer, x, batches, num_steps)
             gradient = optax.tree.add(client_gradient, scale(alpha, pseudo_gradient))
             return (

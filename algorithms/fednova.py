@@ -15,6 +15,7 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.parts.frozen_leaves import UNSUITABLE
 from fedpax.algorithms.parts.local_steps import count_steps, local_update
+from fedpax.algorithms.parts.method_checks import explain_needs
 from fedpax.algorithms.parts.participation import (
     mean_metrics,
     participant_weights,
@@ -23,7 +24,7 @@ from fedpax.algorithms.parts.participation import (
 from fedpax.algorithms.parts.server import as_floats, make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale
 from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
-from fedpax.errors import ArgumentError
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
@@ -126,8 +127,11 @@ def fednova(
 def _check_scalar_rule(optimizer: optax.GradientTransformation) -> None:
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     try:
-        jax.eval_shape(lambda x: optimizer.update(x, optimizer.init(x), x), scalar)
+        with explain_needs():
+            jax.eval_shape(lambda x: optimizer.update(x, optimizer.init(x), x), scalar)
     except UNSUITABLE as error:
+        if isinstance(error, ArgumentTypeError):
+            raise
         raise ArgumentError(
             "fednova(): client_optimizer does not take a scalar parameter, from which fednova "
             "reads the length of local training. Expected the same rule for all parameters: leave "

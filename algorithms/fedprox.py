@@ -11,7 +11,7 @@ import optax
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.fedavg import FedAvgState
-from fedpax.algorithms.parts.local_steps import local_update, proximal_term
+from fedpax.algorithms.parts.local_steps import after, local_update, proximal_term
 from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.algorithms.parts.participation import participant_weights, rematerialized_map
 from fedpax.algorithms.parts.server import make_server
@@ -80,7 +80,7 @@ def fedprox(
     def fedprox_round(state: FedAvgState, cohort: Cohort) -> tuple[FedAvgState, Metrics]:
         check_cohort("fedprox", cohort, cohort_size)
         x = state.params
-        optimizer = optax.chain(proximal_term(mu, x), client_optimizer)
+        optimizer = after(proximal_term(mu, x), client_optimizer)
         local_train: Callable[..., Any] = functools.partial(local_update, loss_fn, optimizer, x)
         pseudo_gradients, metrics = rematerialized_map(
             local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size

@@ -16,6 +16,7 @@ from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.local_steps import (
     accumulator,
     added_term,
+    after,
     constant_learning_rate,
     count_steps,
     full_gradient,
@@ -201,7 +202,7 @@ def _train(
     terms = [added_term(correction), client_optimizer]
     if option == "II" and rate is None:
         terms = [_gradient_sum(), *terms]
-    optimizer = optax.chain(*terms)
+    optimizer = after(*terms)
     y, optimizer_state, metrics = local_steps(
         loss_fn, optimizer, x, optimizer.init(x), batches, num_steps
     )

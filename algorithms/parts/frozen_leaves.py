@@ -24,16 +24,22 @@ def frozen_leaves(optimizer: optax.GradientTransformation, params: Params) -> li
     types = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.result_type(p)), params)
     count = len(jax.tree.leaves(types))
 
-    def update(state: optax.OptState, gradient: Params, params: Params) -> tuple[Any, Any]:
-        return optimizer.update(gradient, state, params)
+    extra_args = optax.with_extra_args_support(optimizer)
+
+    def update(
+        state: optax.OptState, gradient: Params, params: Params, loss: jax.Array
+    ) -> tuple[Any, Any]:
+        extra = {"value": loss, "grad": gradient, "value_fn": lambda _: loss}
+        return extra_args.update(gradient, state, params, **extra)
 
     try:
         init = jax.make_jaxpr(optimizer.init)(types)
         state = jax.eval_shape(optimizer.init, types)
-        step = jax.make_jaxpr(update)(state, types, types)
+        loss = jax.ShapeDtypeStruct((), jnp.float32)
+        step = jax.make_jaxpr(update)(state, types, types, loss)
     except UNSUITABLE:
         return [False] * count
-    zeros, moving = zero_results(init, [False] * count), [False] * 2 * count
+    zeros, moving = zero_results(init, [False] * count), [False] * (2 * count + 1)
     while True:
         are_zero = zero_results(step, [*zeros, *moving])  # of the updates, then of the state
         kept = [a and b for a, b in zip(zeros, are_zero[count:], strict=True)]

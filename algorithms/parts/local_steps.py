@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Int, Num
 
 from fedpax.algorithm import LossFn, Metrics, Params, WithGradientNorm, loss_and_metrics
-from fedpax.algorithms.parts.method_checks import check_float_params
+from fedpax.algorithms.parts.method_checks import check_float_params, explain_needs
 from fedpax.algorithms.parts.participation import is_all_or_none, valid_steps
 from fedpax.algorithms.parts.tree_arithmetic import scale, select, subtract
 from fedpax.clients.cohort import MASK
@@ -41,8 +41,8 @@ def local_steps(
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
-        optimizer: any optax optimizer. One with extra arguments receives the step's batch as
-            `batch`.
+        optimizer: any optax optimizer of a pytree. One with extra arguments receives the step's
+            `batch`, and the loss as `value`, `grad` and `value_fn`, such as `optax.lbfgs()`.
         params: a pytree of float arrays.
         optimizer_state: the optimizer's state for `params`.
         batches: a pytree of arrays `[steps, batch, ...]`.
@@ -74,7 +74,14 @@ def local_steps(
     ) -> tuple[tuple[Params, optax.OptState], Metrics]:
         params, state = carry
         gradient, metrics = gradient_and_metrics(loss_fn, params, batch)
-        return optimizer_step(optimizer, gradient, state, params, batch=batch), metrics
+
+        # optax's line searches raise for an extra argument that `value_fn` does not take.
+        def value_fn(params: Params, batch: chex.ArrayTree) -> jax.Array:
+            return loss_and_metrics(loss_fn, params, batch)[0]
+
+        loss = {"value": metrics["loss"], "grad": gradient, "value_fn": value_fn}
+        stepped = optimizer_step(optimizer, gradient, state, params, batch=batch, **loss)
+        return stepped, metrics
 
     end, metrics = fold_steps(step, (params, optimizer_state), batches, num_steps)
     return *end, metrics
@@ -242,7 +249,8 @@ def optimizer_step(
 ) -> tuple[Params, optax.OptState]:
     """Step parameters along a gradient. Parameters and state keep their dtypes."""
     # A float32 setting to differentiate in would make the state of bfloat16 parameters float32.
-    updates, stepped = optimizer.update(gradient, state, params, **extra)
+    with explain_needs():
+        updates, stepped = optimizer.update(gradient, state, params, **extra)
     return optax.apply_updates(params, updates), jax.tree.map(_like, stepped, state)
 
 
@@ -251,7 +259,19 @@ def _like(new: Any, old: Any) -> Any:
     return new if jnp.result_type(new) == dtype else jnp.asarray(new).astype(dtype)
 
 
-# ---- terms for `optax.chain(proximal_term(mu, x), client_optimizer)`; SGD's rate
+# ---- terms for `after(proximal_term(mu, x), client_optimizer)`; SGD's rate
+
+
+def after(*terms_and_optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Chain terms and an optimizer, which does not get the loss: its gradient lacks the terms."""
+    *terms, optimizer = terms_and_optimizer
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def update(gradient: Params, state: Any, params: Any = None, **extra: Any) -> Any:
+        kept = {k: x for k, x in extra.items() if k not in ("value", "grad", "value_fn")}
+        return optimizer.update(gradient, state, params, **kept)
+
+    return optax.chain(*terms, optax.GradientTransformationExtraArgs(optimizer.init, update))
 
 
 def added_term(term: Params) -> optax.GradientTransformation:
@@ -279,7 +299,8 @@ def constant_learning_rate(optimizer: optax.GradientTransformation, params: Para
     if has_state or not dtypes <= {"float32", "float64"}:
         return None
     update = jax.make_jaxpr(lambda g, w: optimizer.update(g, optimizer.init(w), w)[0])
-    jaxpr = update(params, params).jaxpr
+    with explain_needs():
+        jaxpr = update(params, params).jaxpr
     made_by = {id(equation.outvars[0]): equation for equation in jaxpr.eqns}
     rates = set()
     for gradient, result in zip(jaxpr.invars, jaxpr.outvars, strict=False):  # then params

@@ -1,8 +1,10 @@
 """Checks that methods share: of settings, of parameters, and of client ids."""
 
+import contextlib
 import functools
 import numbers
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import chex
@@ -26,12 +28,34 @@ def check_optimizer(method: str, name: str, value: Any, *, optional: bool = Fals
     if optional and value is None:
         return
     if all(callable(getattr(value, part, None)) for part in ("init", "update")):
+        if getattr(value.init, "__qualname__", "").startswith("lookahead."):
+            raise ArgumentError(
+                f"{method}(): {name} is optax.lookahead, which needs a pair of fast and slow "
+                "parameters, expected an optimizer of the parameters alone. Pass lookahead's "
+                "fast_optimizer; server_optimizer or outer_optimizer=optax.sgd(slow_step_size) "
+                "makes a round its slow step."
+            )
         return
     remedy = "Call it, for" if callable(value) else "Pass for"
     raise ArgumentTypeError(
         f"{method}(): {name} is {_describe(value)}, expected an optax.GradientTransformation. "
         f"{remedy} example optax.sgd(0.1)."
     )
+
+
+@contextlib.contextmanager
+def explain_needs() -> Iterator[None]:
+    """Explain optax's error for an optimizer that needs the loss, where there is none to pass."""
+    try:
+        yield
+    except TypeError as error:
+        if not re.search(r"missing .* required keyword-only argument", str(error)):
+            raise
+        raise ArgumentTypeError(
+            f"An optimizer of optax needs more than gradients: {error}. Only local steps along the "
+            "gradient of loss_fn alone, as of fedavg, diloco and local_sgd, pass value (the loss), "
+            "grad and value_fn. Pass another optimizer, such as optax.adam(1e-3), or use fedavg."
+        ) from error
 
 
 def check_population(method: str, cohort_size: Any, num_clients: Any) -> None:

@@ -153,6 +153,12 @@ class FedAvgImageFiles(FedAvgFiles):
                 f"one of {', '.join(map(repr, columns))}. Set --data.image to the images' column."
             )
         images = _to_images(columns[data.image], data)
+        if images.ndim == 2 and data.image_size is not None:
+            raise ArgumentError(
+                f"A row of the column {data.image!r} has {images.shape[1]} numbers, expected "
+                f"{math.prod(data.image_size)}, a gray image of {_shape_words(data.image_size)} "
+                "pixels. Set --data.image_size to the height and width of the images."
+            )
         if np.ma.isMaskedArray(images) or images.ndim not in (3, 4):
             raise ArgumentError(
                 f"The column {data.image!r} has {images.dtype}{list(images.shape)}, expected "

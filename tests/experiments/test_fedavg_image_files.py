@@ -113,7 +113,14 @@ def test_rows_of_numbers_lists_and_encoded_images_are_images(tmp_path: Path) -> 
         experiment = dataclasses.replace(fedavg_images(), data=data)
         np.testing.assert_array_equal(experiment.prepared.examples["image"], x[..., None])
     wrong = dataclasses.replace(data, image="row", image_size=(3, 3))
+    message = r"has 12 numbers, expected 9, a gray image of 3 x 3 pixels\. Set --data\.image_size"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(experiment, data=wrong).build()
+    wrong = dataclasses.replace(data, image="row", image_size=None)
     with pytest.raises(ValueError, match="gray images that are rows of numbers"):
+        dataclasses.replace(experiment, data=wrong).build()
+    wrong = dataclasses.replace(data, image="row", label="row")
+    with pytest.raises(ValueError, match=r"label 'row' has values of type fixed_size_list.*Choose"):
         dataclasses.replace(experiment, data=wrong).build()
 
 

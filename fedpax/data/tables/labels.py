@@ -171,7 +171,10 @@ def infer_label(
     if treatment is not None and treatment.values is not None:
         classes = treatment.values
     else:
-        texts = {text for piece in pieces for text in encode_texts(piece)[0]}
+        try:
+            texts = {text for piece in pieces for text in encode_texts(piece)[0]}
+        except NOT_A_LABEL as error:
+            raise _no_label(name, dtype) from error
         classes = tuple(sorted(texts, key=float if is_number(dtype) else str))
     if len(classes) < min_classes:
         raise ArgumentError(
@@ -209,9 +212,16 @@ def _infer_task(name: str, pieces: Sequence[Any], treatment: Treatment | None) -
         if is_date(pieces[0].type):
             raise TypeError
         encode_texts(pieces[0])
-    except (NotImplementedError, TypeError, ValueError) as error:
-        raise ArgumentError(
-            f"The label {name!r} has values of type {dtype}, expected numbers, booleans or text. "
-            "Choose another --data.label, or convert it."
-        ) from error
+    except NOT_A_LABEL as error:
+        raise _no_label(name, dtype) from error
     return "classification", "text"
+
+
+NOT_A_LABEL = (NotImplementedError, TypeError, ValueError)
+
+
+def _no_label(name: str, dtype: Any) -> ArgumentError:
+    return ArgumentError(
+        f"The label {name!r} has values of type {dtype}, expected numbers, booleans or text. "
+        "Choose another --data.label, or convert it."
+    )

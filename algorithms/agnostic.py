@@ -61,12 +61,9 @@ def agnostic(
     with the Euclidean projection to the simplex. A client whose f_i(x) is NaN or infinite is left
     out of the ascent, and of |S|.
 
-    With all clients in the cohort and one local step this is AFL. Otherwise it is DRFA's round,
-    with three differences:
-
-    - The cohort is drawn uniformly and its y_i are weighted; DRFA draws it from lambda.
-    - The same cohort measures the losses; DRFA draws another one.
-    - The losses are at x; DRFA's are at a random iterate of the round.
+    With all clients in the cohort and one local step this is AFL. Otherwise it is DRFA's round, but
+    one cohort, drawn uniformly, trains with weighted y_i and has its losses measured at x. DRFA
+    draws it from lambda, and measures another one's losses at a random iterate.
 
     Args:
         loss_fn: f, `(params, batch) -> (loss, metrics)`.
@@ -76,15 +73,14 @@ def agnostic(
         mixture_learning_rate: gamma, at least 0. With 0, lambda stays as it is.
         initial_mixture: the first lambda, nonnegative `[num_clients]`, divided by its sum. Default
             None: 1 / N each. With the clients' numbers of examples and gamma = 0, this is `fedavg`.
-        server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
-        aggregator: combines the pseudo-gradients x - y_i with the weights lambda_i. Default None:
-            their weighted mean.
+        server_optimizer: as in `fedavg`.
+        aggregator: as in `fedavg`, with the weights lambda_i.
         chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. A round needs
-        `cohort.client_ids`, reads `cohort.num_examples` only for absent clients, which have 0, and
-        computes one forward pass per batch more than `fedavg`, for f_i(x). Metrics are weighted by
+        `cohort.client_ids`, and computes one more forward pass per batch, for f_i(x).
+        `cohort.num_examples` tells only which clients are absent: with 0. Metrics are weighted by
         lambda.
 
     Raises:
@@ -103,8 +99,8 @@ def agnostic(
         (1.0, [0.4, 0.6])
 
     Reference:
-        Mohri et al., Agnostic Federated Learning, arXiv:1902.00146, section 4; Deng et al.,
-        arXiv:2102.12660, algorithm 1 (DRFA).
+        Mohri et al., arXiv:1902.00146, section 4; Deng et al., arXiv:2102.12660, algorithm 1
+        (DRFA).
     """
     remedy = "Pass 0.0 to keep the mixture as it is."
     check_setting(

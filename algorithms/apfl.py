@@ -75,13 +75,12 @@ def apfl(
         loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients in a round.
         num_clients: number of clients in the population.
-        client_optimizer: any optax optimizer, for w_i and for v_i; its state starts anew each
-            round.
+        client_optimizer: any optax optimizer, for w_i and for v_i, anew each round.
         mixing: the first alpha_i, from 0 to 1. With 0 the personal models are the shared one, with
             1 they are trained alone.
         mixing_learning_rate: eta_alpha, at least 0. Default 0: alpha_i stays as it is.
-        server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
-        aggregator: combines the pseudo-gradients x - w_i. Default None: their weighted mean.
+        server_optimizer: as in `fedavg`.
+        aggregator: combines the x - w_i, as in `fedavg`.
         chunk_size: as in `fedavg`.
 
     Returns:
@@ -106,7 +105,7 @@ def apfl(
         [0.875, 1.375]
 
     Reference:
-        Deng et al., Adaptive Personalized Federated Learning, arXiv:2003.13461, algorithm 1.
+        Deng et al., arXiv:2003.13461, algorithm 1.
     """
     remedy = "Pass 0.5 for equal shares of the personal and the shared model."
     check_setting("apfl", "mixing", mixing, FRACTION, remedy=remedy)

@@ -64,15 +64,13 @@ def async_diloco(
 
     The island continues from the new x with its inner optimizer's state.
 
-    In a round no island arrives twice. All train at the same time, then the server applies their
-    gradients in the order of `cohort.schedule`. `fedpax.simulation.island_arrivals` computes it,
-    and `cohort.num_steps`, also by the paper's dynamic local updates. Without a schedule all
-    islands arrive together: with N = islands this is `diloco` with Nesterov momentum. Arrivals at
-    one position are applied together, before the momentum.
+    All islands of a round train at the same time, then the server applies their gradients in the
+    order of `cohort.schedule`, made by `fedpax.simulation.island_arrivals` with `cohort.num_steps`.
+    Without a schedule all arrive together: with N = islands this is `diloco` with Nesterov
+    momentum. Arrivals at one position are applied together, before the momentum.
 
     With an `aggregator`, the sum of the gradients at a position is their number times the
-    aggregate. The error feedback of `compressed_mean` telescopes if the same number of islands
-    arrive at each position, such as one.
+    aggregate.
 
     Communication: a sum over the islands per position. Memory: each island holds the model that it
     trains from. `jax.grad` through a round with a schedule raises.
@@ -85,9 +83,8 @@ def async_diloco(
         momentum: beta, from 0 to 1. Default 0.9.
         period: N, arrivals between two updates of the momentum. Default None: `islands`.
         activation: c, from 0 to 1 / N: the share of the momentum that each arrival applies. Default
-            0.0, as in the paper: every N-th arrival applies all of it.
-        aggregator: combines the gradients that arrive at the same time; a weight of 0 marks the
-            other islands. Default None: their sum.
+            0.0, as in the paper.
+        aggregator: combines the gradients that arrive at the same time. Default None: their sum.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `diloco`. `cohort.schedule` is an
@@ -118,8 +115,7 @@ def async_diloco(
         [4.5, 2.5]
 
     Reference:
-        Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09135,
-        delayed Nesterov and dynamic local updates.
+        Liu et al., arXiv:2401.09135, delayed Nesterov and dynamic local updates.
     """
     check_optimizer("async_diloco", "inner_optimizer", inner_optimizer)
     every = max(islands, 1) if period is None else period

@@ -51,8 +51,7 @@ def branch_train_merge(
     3. Merge: `merge(state.expert_params, weights)` is one model, `sum_j w_j theta_j`. Or use the
        experts as an ensemble, by `ensemble_log_likelihood`.
 
-    A round communicates only the metrics. The paper's gains need experts of different domains, not
-    random splits of the data.
+    A round communicates only the metrics. The paper's gains need experts of different domains.
 
     `state.params` is the merge with equal weights, computed when it is read or saved.
 
@@ -127,8 +126,7 @@ def ensemble_log_likelihood(
         (['0.375', '0.700'], ['0.667', '0.333'])
 
     Reference:
-        arXiv:2208.03306, section 2.2, after Gururangan et al., DEMix Layers, arXiv:2108.05036,
-        section 3.
+        arXiv:2208.03306, section 2.2, after Gururangan et al., arXiv:2108.05036, section 3.
     """
     log_likelihoods = log_likelihoods.astype(jnp.float32)
     num_experts = log_likelihoods.shape[0]

@@ -37,8 +37,8 @@ def data_parallel(
 
         x <- x + update(mean_i grad loss_fn(x, batch_i))
 
-    A round takes one step per batch, so losses are comparable with another algorithm's on the same
-    cohort. With one island it is plain SPMD training over the model axes of the mesh.
+    A round takes one step per batch. With one island it is plain SPMD training over the model axes
+    of the mesh.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.

@@ -64,8 +64,8 @@ def diloco(
         the metrics of `loss_fn`, averaged over inner steps and islands, and the aggregator's.
 
     Raises:
-        TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
-            is not a `fedpax.Cohort`.
+        TypeError: `islands` is not an int, or an optimizer is not optax's; in a round, no
+            `fedpax.Cohort`.
         ValueError: `islands` below 1; in a round, batches without an axis of size `islands`.
 
     Example:

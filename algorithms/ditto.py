@@ -65,11 +65,10 @@ def ditto(
         client_optimizer: any optax optimizer, for the shared model.
         lam: lambda, at least 0. With 0 the v_i are trained alone; large values keep them near
             x, for which the personal learning rate must stay below 2 / lambda. It can be traced.
-        personal_optimizer: any optax optimizer, for the personal models. Default None:
-            `client_optimizer`. Its state starts anew each round.
-        server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
-        aggregator: combines the pseudo-gradients of the shared model. Default None: their weighted
-            mean.
+        personal_optimizer: any optax optimizer, for the personal models, anew each round. Default
+            None: `client_optimizer`.
+        server_optimizer: as in `fedavg`.
+        aggregator: of the shared model, as in `fedavg`.
         chunk_size: as in `fedavg`.
 
     Returns:

@@ -63,8 +63,7 @@ def eager_diloco(
     less than one round's outer gradients. In the first round the Delta_j of the previous one are 0.
     With one island this is `diloco`.
 
-    A round in which every island is absent moves the models too, by the last outer gradients and
-    the momentum. Its metric `"loss"` is 0.
+    A round in which every island is absent moves the models too, and has the `"loss"` 0.
 
     `state.params` is the mean of the islands' models, computed when it is read.
 

@@ -46,16 +46,14 @@ def easgd(
 
         d_i = x_i - c;   x_i <- x_i - alpha d_i;   c <- c + beta mean_i d_i.
 
-    Both updates use the old values, as in the paper's synchronous form, with the period tau of its
-    asynchronous one. With tau = 1 the paper takes gradient and elastic step at the same point; here
-    the elastic step follows the local ones. Momentum in the optimizer gives EAMSGD.
+    Both updates use the old values. In the paper, with tau = 1, gradient and elastic step are taken
+    at the same point; here the elastic step follows. Momentum in the optimizer gives EAMSGD.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands, n.
         optimizer: any optax optimizer.
-        beta: n alpha, how far the center moves toward the mean of the islands, above 0 and at most
-            1. Default 0.9, as in the paper. It can be traced, to differentiate in it.
+        beta: n alpha, above 0 and at most 1. Default 0.9, as in the paper. It can be traced.
         aggregator: combines the islands' differences d_i. Default None: their mean.
 
     Returns:
@@ -77,8 +75,7 @@ def easgd(
         (1.5, [0.75, 3.75])
 
     Reference:
-        Zhang, Choromanska, LeCun, Deep learning with Elastic Averaging SGD, arXiv:1412.6651,
-        section 3, and algorithm 1 (the period).
+        Zhang, Choromanska, LeCun, arXiv:1412.6651, section 3, and algorithm 1 (the period).
     """
     check_optimizer("easgd", "optimizer", optimizer)
     check_setting("easgd", "beta", beta, PROBABILITY, remedy="Pass 0.9, as the paper.")

@@ -80,8 +80,8 @@ def fedac(
         chunk_size: as in `fedavg`.
 
     Returns:
-        `init(params)` and `round(state, cohort)`, as in `fedavg`. `state.params` is w_ag. The
-        reported loss is that at the middle points. A round sends two models in each direction.
+        `init(params)` and `round(state, cohort)`, as in `fedavg`. `state.params` is w_ag; the loss
+        is that at the middle points. A round sends two models in each direction.
 
     Raises:
         ValueError: `alpha` or `beta` below 1, or a negative rate; and as in `fedavg`.
@@ -97,8 +97,7 @@ def fedac(
         (0.75, 1.5)
 
     Reference:
-        Yuan and Ma, Federated Accelerated Stochastic Gradient Descent, arXiv:2006.08950,
-        algorithm 1.
+        Yuan and Ma, arXiv:2006.08950, algorithm 1.
     """
     for name, value in rates._asdict().items():
         least = 1 if name in ("alpha", "beta") else 0

@@ -53,11 +53,10 @@ def fedasync(
         x_(t+1) = (1 - a) x_t + a y,    a = mixing (1 + s)^(-1/2)       update="model"
         x_(t+1) = x_t + a (y - x_(t - s))                               update="difference"
 
-    "model" is the paper's update. "difference" is `fedbuff` with `buffer_size=1` and steps of size
-    `mixing`. Both are the same for s = 0.
+    "model" is the paper's update; "difference" is `fedbuff` with `buffer_size=1` and steps of
+    `mixing`.
 
-    A round is one arrival. `fedpax.simulation.buffered_arrivals` with `buffer_size=1` computes the
-    schedule.
+    A round is one arrival, scheduled by `fedpax.simulation.buffered_arrivals`.
 
     Memory: `max_staleness + 1` versions of the model beside the model.
 
@@ -66,8 +65,8 @@ def fedasync(
         max_staleness: the largest staleness that is used; a staler client changes nothing.
         client_optimizer: any optax optimizer; it starts anew at each client.
         mixing: alpha, the share of a client's model without staleness, from 0 to 1.
-        staleness_fn: the factor of `mixing` by staleness. Default None: `polynomial_staleness(0.5)`
-            of `fedpax.algorithms`, which also has the paper's `hinge_staleness`.
+        staleness_fn: the factor of `mixing` by staleness. Default None:
+            `polynomial_staleness(0.5)`; the paper has `hinge_staleness` too.
         proximal: rho; `rho / 2 |w - x_(t - s)|^2` is added to the client's loss. 0.0 is option I of
             the paper.
         update: "model", the default, or "difference".
@@ -97,7 +96,7 @@ def fedasync(
         4.1213
 
     Reference:
-        Xie et al., Asynchronous Federated Optimization, arXiv:1903.03934, algorithm 1.
+        Xie et al., arXiv:1903.03934, algorithm 1.
     """
     check_optimizer("fedasync", "client_optimizer", client_optimizer)
     remedy = "Pass the largest staleness of the schedule, or 0 to use fresh models alone."

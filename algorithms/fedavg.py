@@ -43,10 +43,9 @@ def fedavg(
 
         g = sum_i n_i (x - y_i) / sum_i n_i.
 
-    The server optimizer steps along g. SGD with learning rate 1, the default, sets x to the
-    weighted mean of the y_i: FedAvg. SGD with momentum gives FedAvgM; `server_adagrad`,
-    `server_adam` and `server_yogi` of `fedpax.algorithms`, which do not correct for bias as optax's
-    do, give FedAdagrad, FedAdam and FedYogi. The client optimizer starts anew each round.
+    The server optimizer steps along g. SGD with learning rate 1, the default, is FedAvg; with
+    momentum it is FedAvgM; `server_adagrad`, `server_adam` and `server_yogi` of `fedpax.algorithms`
+    give FedAdagrad, FedAdam and FedYogi. The client optimizer starts anew each round.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -55,9 +54,8 @@ def fedavg(
         server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
         aggregator: combines the pseudo-gradients x - y_i into g. Default None: their weighted mean.
         chunk_size: number of clients that a device runs at once; see `fedpax.program`. With 1, a
-            client runs only its own steps; with more, as many as the longest client of its chunk. A
-            derivative of the round then recomputes the clients' steps, so that its memory does not
-            grow with their number either. Default None: all clients at once.
+            client runs only its own steps; with more, as many as the longest of its chunk. A
+            derivative then recomputes the clients' steps. Default None: all clients at once.
 
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
@@ -66,8 +64,8 @@ def fedavg(
         over clients, and the aggregator's.
 
     Raises:
-        TypeError: `cohort_size` is not an int, or an optimizer is not optax's; the argument of a
-            round is not a `fedpax.Cohort`.
+        TypeError: `cohort_size` is not an int, or an optimizer is not optax's; in a round, no
+            `fedpax.Cohort`.
         ValueError: `cohort_size` or `chunk_size` below 1; in a round, arrays without an axis of
             size `cohort_size`.
 
@@ -83,8 +81,7 @@ def fedavg(
         (2.0, 7.0)
 
     Reference:
-        McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
-        arXiv:1602.05629, algorithm 1; Reddi et al., arXiv:2003.00295, algorithm 1.
+        McMahan et al., arXiv:1602.05629, algorithm 1; Reddi et al., arXiv:2003.00295, algorithm 1.
     """
     server = make_server("fedavg", server_optimizer, aggregator, client_optimizer)
 

@@ -61,8 +61,7 @@ def fedbuff(
     `fedpax.simulation.buffered_arrivals` computes which clients arrive and their staleness. Without
     a schedule this is `fedavg`.
 
-    Memory: `max_staleness + 1` versions of the model besides the model, sharded like it. If C
-    clients train at a time, staleness is about C / K, and larger for slow clients.
+    Memory: `max_staleness + 1` versions of the model besides the model, sharded like it.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
@@ -70,18 +69,17 @@ def fedbuff(
         max_staleness: the largest staleness that is used; a staler update has weight 0. With 0, all
             clients start from the current model.
         client_optimizer: any optax optimizer; it starts anew at each client.
-        server_optimizer: any optax optimizer; the paper's is SGD with learning rate eta. Default
-            None: `optax.sgd(1.0)`.
+        server_optimizer: as in `fedavg`; the paper's is SGD with learning rate eta.
         staleness_fn: the factor of an update by its staleness. Default None: the paper's
             `polynomial_staleness(0.5)`.
-        aggregator: combines the scaled pseudo-gradients. A private one has no metric `"epsilon"`: a
-            client can arrive twice in a round. Default None: their weighted mean.
+        aggregator: combines the scaled pseudo-gradients, as in `fedavg`. A private one has no
+            metric `"epsilon"`: a client can arrive twice in a round.
         chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`, with `cohort.schedule` an
-        `Arrivals` or None. The paper's mean is uniform: leave `cohort.num_examples` None, or set it
-        to weigh clients. Metrics, as in `fedavg`, and with a schedule `"staleness"`, the mean.
+        `Arrivals` or None. The paper's mean is uniform: leave `cohort.num_examples` None. Metrics:
+        with a schedule also the mean `"staleness"`.
 
     Raises:
         ValueError: `buffer_size` below 1 or `max_staleness` below 0; and as in `fedavg`.
@@ -101,8 +99,7 @@ def fedbuff(
         4.3536
 
     Reference:
-        Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, arXiv:2106.06639,
-        algorithm 1.
+        Nguyen et al., arXiv:2106.06639, algorithm 1.
     """
     check_argument("fedbuff", "buffer_size", buffer_size, COUNT, remedy="Pass 10, as the paper.")
     remedy = "Pass the largest staleness of the schedule, or 0 for fedavg."

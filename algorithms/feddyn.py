@@ -77,11 +77,10 @@ def feddyn(
         cohort_size: S, number of clients in a round.
         num_clients: N, number of clients in the population.
         client_optimizer: any optax optimizer.
-        alpha: weight of the regularization, at least 0. With 0 there is none, h / alpha counts as
-            0, and the method is `fedavg`. It can be a traced scalar, for `jax.grad`.
-        server_optimizer: steps along x - mean_i y_i + h / alpha. Default None: `optax.sgd(1.0)`.
-        aggregator: combines the pseudo-gradients x - y_i. The result updates x and h. Default
-            None: their weighted mean.
+        alpha: weight of the regularization, at least 0, possibly traced. With 0, h / alpha counts
+            as 0: `fedavg`.
+        server_optimizer: steps along x - mean_i y_i + h / alpha, as in `fedavg`.
+        aggregator: as in `fedavg`. The result updates x and h.
         chunk_size: as in `fedavg`.
 
     Returns:
@@ -106,8 +105,7 @@ def feddyn(
         [-2.5, -0.5]
 
     Reference:
-        Acar et al., Federated Learning Based on Dynamic Regularization, arXiv:2111.04263,
-        algorithm 1.
+        Acar et al., arXiv:2111.04263, algorithm 1.
     """
     check_setting("feddyn", "alpha", alpha, NON_NEGATIVE, remedy="Pass 0.0 for fedavg.")
     check_population("feddyn", cohort_size, num_clients)

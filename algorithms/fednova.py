@@ -47,19 +47,16 @@ def fednova(
         d_i = (x - y_i) / A_i;   g = (sum_i p_i A_i) (sum_i p_i d_i);   x <- x - g,
 
     with p_i = n_i / sum_j n_j. With SGD of learning rate eta, A_i = eta tau_i for tau_i local
-    steps. In general A_i is the paper's eta |a_i|_1, computed as the distance that tau_i steps move
-    a scalar parameter from 0 along a gradient of 1. This is exact for optimizers that are linear in
-    the gradients: SGD with a schedule, momentum or weight decay. For Adam it is the sum of the
-    learning rates.
+    steps. In general A_i is the paper's eta |a_i|_1: the distance that tau_i steps move a scalar
+    parameter along a gradient of 1. This is exact for optimizers that are linear in the gradients.
 
     Args:
         loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients in a round.
-        client_optimizer: an optax optimizer that takes a scalar parameter; the same rule for all
-            parameters.
-        server_optimizer: steps along g; the paper's server momentum is `optax.sgd(1.0, momentum)`.
-            Default None: `optax.sgd(1.0)`.
-        aggregator: combines the normalized gradients d_i. Default None: their weighted mean.
+        client_optimizer: an optax optimizer that takes a scalar parameter.
+        server_optimizer: steps along g, as in `fedavg`; the paper's momentum is `optax.sgd(1.0,
+            momentum)`.
+        aggregator: combines the d_i, as in `fedavg`.
         chunk_size: as in `fedavg`.
 
     Returns:
@@ -80,8 +77,7 @@ def fednova(
         [0.5, 0.5]
 
     Reference:
-        Wang et al., Tackling the Objective Inconsistency Problem, arXiv:2007.07481, section 4,
-        equation 9.
+        Wang et al., arXiv:2007.07481, section 4, equation 9.
     """
     server = make_server(
         "fednova",

@@ -44,7 +44,7 @@ def server_adagrad(
         -0.0721
 
     Reference:
-        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, algorithm 2.
+        Reddi et al., arXiv:2003.00295, algorithm 2.
     """
     _check("server_adagrad", learning_rate, b1, tau)
     return _server_optimizer(learning_rate, b1, tau, lambda v, g: v + g**2)
@@ -55,11 +55,11 @@ def server_adam(
 ) -> optax.GradientTransformation:
     """Make the server optimizer of FedAdam: `v <- b2 v + (1 - b2) g^2`.
 
-    Like `server_adagrad`, with another rule for v. `optax.adam` differs: it corrects both moments
-    for bias, and its v starts at 0.
+    Like `server_adagrad`, with another rule for v. Unlike `optax.adam`, it does not correct for
+    bias.
 
     Args:
-        learning_rate: eta. It and the other settings can be traced, to differentiate in them.
+        learning_rate: eta.
         b1: decay of the first moment, 0 to below 1.
         b2: decay of the second moment, 0 to below 1.
         tau: degree of adaptivity, positive.
@@ -74,7 +74,7 @@ def server_adam(
         0.04
 
     Reference:
-        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, algorithm 2.
+        Reddi et al., arXiv:2003.00295, algorithm 2.
     """
     _check("server_adam", learning_rate, b1, tau, b2)
     return _server_optimizer(learning_rate, b1, tau, lambda v, g: b2 * v + (1 - b2) * g**2)
@@ -85,11 +85,11 @@ def server_yogi(
 ) -> optax.GradientTransformation:
     """Make the server optimizer of FedYogi: `v <- v - (1 - b2) g^2 sign(v - g^2)`.
 
-    Like `server_adagrad`, with another rule for v. `optax.yogi` differs: it corrects both moments
-    for bias, and both start at its `initial_accumulator_value`.
+    Like `server_adagrad`, with another rule for v. Unlike `optax.yogi`, it does not correct for
+    bias.
 
     Args:
-        learning_rate: eta. It and the other settings can be traced, to differentiate in them.
+        learning_rate: eta.
         b1: decay of the first moment, 0 to below 1.
         b2: decay of the second moment, 0 to below 1.
         tau: degree of adaptivity, positive.
@@ -104,7 +104,7 @@ def server_yogi(
         0.04
 
     Reference:
-        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, algorithm 2.
+        Reddi et al., arXiv:2003.00295, algorithm 2.
     """
     _check("server_yogi", learning_rate, b1, tau, b2)
     return _server_optimizer(

@@ -37,16 +37,15 @@ def fedprox(
 
         f_i(y) + mu / 2 |y - x|^2,
 
-    ending at y_i, an inexact minimizer. The server averages by weight: x <- x + mean_i (y_i - x).
+    ending at y_i. The server averages as in `fedavg`.
 
     Args:
         loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients in a round.
         client_optimizer: any optax optimizer.
-        mu: weight of the proximal term, at least 0. With 0 it is `fedavg`. It can be traced, to
-            differentiate in it.
-        server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
-        aggregator: combines the pseudo-gradients x - y_i. Default None: their weighted mean.
+        mu: weight of the proximal term, at least 0, possibly traced. With 0 it is `fedavg`.
+        server_optimizer: as in `fedavg`.
+        aggregator: as in `fedavg`.
         chunk_size: as in `fedavg`.
 
     Returns:
@@ -67,7 +66,7 @@ def fedprox(
         1.5
 
     Reference:
-        Li et al., Federated Optimization in Heterogeneous Networks, arXiv:1812.06127, algorithm 2.
+        Li et al., arXiv:1812.06127, algorithm 2.
     """
     check_setting("fedprox", "mu", mu, NON_NEGATIVE, remedy="Pass 0.0 for fedavg.")
     server = make_server("fedprox", server_optimizer, aggregator, client_optimizer)

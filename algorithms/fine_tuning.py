@@ -26,8 +26,7 @@ def fine_tuning_evaluation(
 ) -> Callable[[Params, Cohort, Cohort], Metrics]:
     """Make a program that evaluates a model on each client before and after fine-tuning.
 
-    Each client takes one optimizer step per batch of its training data. It is the baseline of
-    personalization.
+    Each client takes one optimizer step per batch of its training data.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
@@ -55,7 +54,7 @@ def fine_tuning_evaluation(
         (2.0, 0.03125)
 
     Reference:
-        Yu et al., Salvaging Federated Learning by Local Adaptation, arXiv:2002.04758, section 3.
+        Yu et al., arXiv:2002.04758, section 3.
     """
     check_optimizer("fine_tuning_evaluation", "client_optimizer", client_optimizer)
 

@@ -90,17 +90,13 @@ def halos(
         x arrives at the region:        x_r <- (1 - alpha) x_r + alpha x;  a_r <- x_r
 
     The island continues from the new x_r with its inner optimizer's state. Of updates that arrive
-    during an exchange, x_r keeps 1 - alpha, and the next K arrivals count from the merge. Updates
-    are not weighted by staleness: the delayed momenta and the merge dampen it.
+    during an exchange, x_r keeps 1 - alpha, and the next K arrivals count from the merge.
 
     As in `async_diloco`, a round's islands train at the same time, then the servers process the
     events of `cohort.schedule`, from `fedpax.simulation.regional_arrivals`. Without a schedule, all
-    islands and regions exchange at once: `diloco` with Nesterov momentum, for
-    `local_server=DelayedNesterov(1.0, 0.0, W)` in regions of W islands,
-    `global_server=DelayedNesterov(eta, beta, R)` for R regions, and `merge_weight=1.0`.
+    islands and regions exchange at once.
 
-    The `aggregator`, with one state for all regions, is used as in `async_diloco`. What regions
-    send is not changed.
+    The `aggregator`, with one state for all regions, is used as in `async_diloco`.
 
     Communication per position: a sum over the islands of one model per region. Memory: four models
     per region more than `async_diloco`. Compile time grows with the regions. `jax.grad` through a
@@ -116,14 +112,13 @@ def halos(
             period 2, the authors' settings for 4 regions.
         merge_weight: alpha, share of the global model in a merge, from 0 to 1. Default 0.25, the
             authors' choice.
-        aggregator: combines the updates that arrive at a region at the same time; a weight of 0
-            marks the other islands. Default None: their sum.
+        aggregator: combines the updates that arrive at a region at the same time. Default None:
+            their sum.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `async_diloco`, with `cohort.schedule` a
-        `RegionalOrder` or None. The aggregator's metrics are averaged over its calls with an
-        update. With a schedule, `"exchanges"` is the number of regions' updates that the global
-        server applies.
+        `RegionalOrder` or None. With a schedule, the metric `"exchanges"` is the number of regions'
+        updates that the global server applies.
 
     Raises:
         TypeError: a server is no `DelayedNesterov`, or `inner_optimizer` is not optax's; in a

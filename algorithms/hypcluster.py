@@ -56,18 +56,16 @@ def hypcluster(
 
         x_j <- x_j + sum_{i: j(i) = j} n_i (y_i - x_j) / sum_{i: j(i) = j} n_i
 
-    A model that no client chose stays, with its server optimizer's state: this is visible even if
-    the aggregator adds noise. Clients keep no state.
+    A model that no client chose stays, with its server optimizer's state. Clients keep no state.
 
     Args:
         loss_fn: f, `(params, batch) -> (loss, metrics)`, for one model.
         cohort_size: number of clients in a round.
         num_clusters: q, number of models. With 1 it is `fedavg`.
         client_optimizer: any optax optimizer.
-        server_optimizer: any optax optimizer, applied to each model by itself. Default None:
-            `optax.sgd(1.0)`.
-        aggregator: combines the pseudo-gradients of each model by itself; a client of another
-            cluster has weight 0. Default None: the weighted mean.
+        server_optimizer: as in `fedavg`, for each model by itself.
+        aggregator: as in `fedavg`, for each model by itself; a client of another cluster has weight
+            0.
         chunk_size: as in `fedavg`.
 
     Returns:
@@ -93,8 +91,7 @@ def hypcluster(
         [0.5, 5.0]
 
     Reference:
-        Mansour et al., Three Approaches for Personalization, arXiv:2002.10619, algorithm
-        HypCluster.
+        Mansour et al., arXiv:2002.10619, algorithm HypCluster.
     """
     check_argument("hypcluster", "num_clusters", num_clusters, COUNT, remedy="Pass 1 for fedavg.")
     server = make_server(

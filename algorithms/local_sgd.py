@@ -27,7 +27,7 @@ def local_sgd(
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
-        islands: number of islands, the paper's workers; all take part in every round.
+        islands: number of islands, the paper's workers.
         optimizer: any optax optimizer; the paper's is SGD. A schedule counts the local steps over
             all rounds.
         aggregator: combines the differences x - y_i. Default None: their mean.
@@ -49,7 +49,7 @@ def local_sgd(
         2.25
 
     Reference:
-        Stich, Local SGD Converges Fast and Communicates Little, arXiv:1805.09767, algorithm 1.
+        Stich, arXiv:1805.09767, algorithm 1.
     """
     check_optimizer("local_sgd", "optimizer", optimizer)
     return diloco(

@@ -35,23 +35,18 @@ def per_fedavg(
 
         F_i(w) = f_i(w - alpha grad f_i(w; D); D')
 
-    The model adapts on the even examples of each batch, D, and is evaluated on the odd ones, D'. A
-    local step follows the exact gradient
-
-        (I - alpha grad^2 f_i(w; D)) grad f_i(w - alpha grad f_i(w; D); D'),
-
-    which is Per-FedAvg with the Hessian on D. The server averages as in FedAvg.
+    The model adapts on the even examples of each batch, D, and is evaluated on the odd ones, D'.
+    Local steps follow the exact gradient, with the Hessian on D. The server averages as in FedAvg.
 
     Args:
-        loss_fn: f, `(params, batch) -> (loss, metrics)`, for batches of half the
-            size.
+        loss_fn: f, `(params, batch) -> (loss, metrics)`, for batches of half the size.
         cohort_size: number of clients in a round.
         client_optimizer: any optax optimizer; the paper's is SGD with learning rate beta.
         adaptation_learning_rate: alpha, at least 0.
         first_order: leave out the Hessian: Per-FedAvg (FO). Default False: the exact gradient, at
             about twice the cost. With True, derivatives through a round leave it out too.
-        server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
-        aggregator: combines the pseudo-gradients. Default None: their weighted mean.
+        server_optimizer: as in `fedavg`.
+        aggregator: as in `fedavg`.
         chunk_size: as in `fedavg`.
 
     Returns:
@@ -74,7 +69,7 @@ def per_fedavg(
         1.25
 
     Reference:
-        Fallah et al., Personalized Federated Learning, arXiv:2002.07948, algorithm 1.
+        Fallah et al., arXiv:2002.07948, algorithm 1.
     """
     check_optimizer("per_fedavg", "client_optimizer", client_optimizer)
     check_optimizer("per_fedavg", "server_optimizer", server_optimizer, optional=True)
@@ -122,15 +117,14 @@ def reptile(
 
         x <- x + epsilon mean_i (y_i - x)
 
-    Batched Reptile is `fedavg` with SGD of learning rate epsilon on the server; clients are its
-    tasks.
+    This is `fedavg` with SGD of learning rate epsilon on the server; clients are its tasks.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients in a round.
         client_optimizer: any optax optimizer.
         meta_learning_rate: epsilon. A schedule counts rounds.
-        aggregator: combines the pseudo-gradients. Default None: their weighted mean.
+        aggregator: as in `fedavg`.
         chunk_size: as in `fedavg`.
 
     Returns:
@@ -151,7 +145,7 @@ def reptile(
         0.75
 
     Reference:
-        Nichol et al., On First-Order Meta-Learning Algorithms, arXiv:1803.02999, algorithm 2.
+        Nichol et al., arXiv:1803.02999, algorithm 2.
     """
     check_optimizer("reptile", "client_optimizer", client_optimizer)
     if not callable(meta_learning_rate):

@@ -56,25 +56,21 @@ def mime(
         y_i <- y_i + U(grad f_i(y_i; z) - grad f_i(x; z) + c, s)    from x
         x   <- mean_i y_i;   s <- V(c, s)
 
-    A round communicates c, then the y_i, and computes three gradients per batch: for c, at y_i and
-    at x.
+    A round communicates c, then the y_i, and computes three gradients per batch.
 
     Args:
         loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients in a round.
         client_optimizer: the optimizer (U, V). `optax.sgd(momentum=)` is the paper's SGD with
-            momentum, up to the factor 1 - beta of g, and `mime_adam` its Adam. With `optax.adam`, U
-            also moves the second moment by the local g, unlike the paper's.
-        server_optimizer: steps along the pseudo-gradient mean_i (x - y_i). Default None:
-            `optax.sgd(1.0)`, which sets x to the mean of the y_i, as in the paper.
-        aggregator: combines the pseudo-gradients x - y_i. Default None: their weighted mean. c is
-            always averaged exactly.
+            momentum, up to the factor 1 - beta of g, and `mime_adam` its Adam, unlike `optax.adam`.
+        server_optimizer: steps along mean_i (x - y_i), as in `fedavg`.
+        aggregator: as in `fedavg`. c is always averaged exactly.
         chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. The paper averages uniformly:
-        leave `cohort.num_examples` None, or set it to weigh clients by their examples. In grad
-        f_i(x), a batch counts by the sum of its `"mask"`; without masks, equally.
+        leave `cohort.num_examples` None. In grad f_i(x), a batch counts by the sum of its `"mask"`;
+        without masks, equally.
 
     Raises:
         TypeError, ValueError: as in `fedavg`.
@@ -166,11 +162,11 @@ def mime_adam(
         U(g, (m, v)) = -eta (b1 m + (1 - b1) g) / (sqrt(v) + eps)
         V(g, (m, v)) = (b1 m + (1 - b1) g, b2 v + (1 - b2) g^2)
 
-    A client's own gradients therefore never rescale its steps. m starts at 0. Nothing is corrected
+    A client's own gradients therefore never rescale its steps. m starts at 0, without correction
     for bias. With `b1=0` it is the paper's RMSProp.
 
     Args:
-        learning_rate: eta. It and the other settings can be traced, to differentiate in them.
+        learning_rate: eta.
         b1: decay of the first moment, 0 to below 1.
         b2: decay of the second moment, 0 to below 1.
         eps: added to the root of v, positive.

@@ -30,8 +30,7 @@ def muloco(
     """Train islands as DiLoCo does, with Muon inside.
 
     Muon replaces the momentum M = U S V^T of a matrix by U V^T, so that steps have the same size in
-    all directions. The islands' outer gradients agree more, and can be compressed to 2 bits with
-    error feedback:
+    all directions. Outer gradients can be compressed to 2 bits with error feedback:
 
         muloco(loss_fn, islands=4,
                aggregator=compressed_mean(codecs.sign(bits=2), error_feedback=True))

@@ -65,8 +65,8 @@ def noloco(
     The gamma term keeps the spread of the models bounded. A round has no all-reduce of a model: it
     communicates phi_i and y_i between partners, and the metrics.
 
-    The pairs are from the matchings of a round-robin tournament, all equally probable. With an odd
-    number of islands, one has no partner.
+    The pairs are from the matchings of a round-robin tournament. With an odd number of islands, one
+    has no partner.
 
     `state.params` is the mean of all islands, computed when it is read.
 

@@ -57,9 +57,8 @@ def papa(
 
         w_i <- alpha w_i + (1 - alpha) mean_j w_j.
 
-    A round is one averaging period; the paper's has 10 steps. The models differ by their data, by
-    settings in their batches, such as augmentation, and by initial values put into
-    `state.local_params`.
+    A round is one averaging period; the paper's has 10 steps. The models differ by their data, and
+    by initial values put into `state.local_params`.
 
     `state.params` is the population's average, computed when it is read.
 
@@ -67,10 +66,9 @@ def papa(
         loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of models; the paper uses 5 to 10.
         optimizer: any optax optimizer.
-        alpha: share of its weights that a model keeps, or a function of the round's index,
-            from 0. Default 0.99. The paper decreases 1 - alpha in proportion to the learning rate:
-            `lambda r: 1 - 0.01 * learning_rate(10 * r) / learning_rate(0)`. 0 is `papa_all`. It can
-            be a traced scalar, for `jax.grad`.
+        alpha: share of its weights that a model keeps, or a function of the round's index, from 0.
+            Default 0.99. The paper decreases 1 - alpha in proportion to the learning rate: `lambda
+            r: 1 - 0.01 * learning_rate(10 * r) / learning_rate(0)`. It can be traced.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `diloco`. All models weigh the same in the
@@ -117,8 +115,7 @@ def papa_all(
 
         w_i <- mean_j w_j.
 
-    The optimizers' states do not change. The paper averages every few epochs, which are then a
-    round.
+    The optimizers' states do not change.
 
     Arguments, results and errors are those of `papa`.
 
@@ -156,8 +153,7 @@ def papa_2(
 
         w_i <- (w_a(i) + w_b(i)) / 2,   a(i) < b(i).
 
-    Every pair is equally probable for every i, so the average of the population is kept in
-    expectation. Two models have one pair.
+    Every pair is equally probable for every i. Two models have one pair.
 
     Each island receives n - 1 models, one after another. With `pairs="rotation"` it receives one:
 

@@ -75,22 +75,19 @@ def scaffold(
         x   <- x + eta_g mean_i (y_i - x);   c <- c + S / N mean_i (new c_i - old c_i)
 
     Option II computes the new c_i by this formula if `client_optimizer` is `optax.sgd(eta_l)` and
-    the parameters are float32 or float64. Otherwise c_i is the mean of the K uncorrected local
-    gradients: equal with SGD, but it needs a sum of gradients beside the model. Option I costs one
-    more gradient per batch, at x, where a batch counts by the sum of its `"mask"`.
+    the parameters are float32 or float64; otherwise c_i is the mean of the K uncorrected local
+    gradients, which equals it with SGD. Option I costs one more gradient per batch, at x, where a
+    batch counts by the sum of its `"mask"`.
 
     Args:
         loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: S, number of clients in a round.
         num_clients: N, number of clients in the population.
         client_optimizer: any optax optimizer; the paper's is SGD with learning rate eta_l.
-        option: how a client updates its control variate, "I" or "II", the option of the paper's
-            experiments.
-        server_optimizer: any optax optimizer; the paper's is SGD with learning rate eta_g. Default
-            None: `optax.sgd(1.0)`.
-        aggregator: combines the pseudo-gradients x - y_i. Default None: their weighted mean. The
-            differences new c_i - old c_i are always averaged exactly; beside a robust aggregator,
-            a client whose difference is not finite keeps its c_i.
+        option: how a client updates its control variate, "I" or "II".
+        server_optimizer: as in `fedavg`; the paper's is SGD with learning rate eta_g.
+        aggregator: as in `fedavg`. The differences new c_i - old c_i are always averaged exactly;
+            beside a robust aggregator, a client whose difference is not finite keeps its c_i.
         chunk_size: as in `fedavg`.
 
     Returns:

@@ -68,12 +68,10 @@ def self_tuning(
     where f_i is the loss of participant i on its first batches, and `update` is an optimizer. x'(h)
     is differentiated in forward mode, also over loops with `num_steps`.
 
-    - Hyperparameters of the server (learning rate, momentum) cost one gradient of the f_i per
-      round.
-    - Hyperparameters of the participants (learning rate, FedProx's mu) also cost one more pass over
-      the local steps each.
-    - This pass stores the values of all participants' local steps, unless the method and
-      `self_tuning` have a `chunk_size`: temporary memory then grows by new states of clients alone.
+    Hyperparameters of the server cost one gradient of the f_i per round. Each one of the
+    participants (learning rate, FedProx's mu) costs one more pass over the local steps. This pass
+    stores the values of all participants' local steps, unless the method and `self_tuning` have a
+    `chunk_size`.
 
     A hyperparameter keeps its value in a round where its derivative is NaN or infinite, or every
     participant is absent.
@@ -81,8 +79,7 @@ def self_tuning(
     To tune hyperparameters of participants that use Adam or AdamW, give these a small `eps_root`,
     such as 1e-12: otherwise one gradient entry of 0, as below a ReLU, makes all derivatives NaN.
 
-    Hyperparameters stay positive. Express other settings by positive ones:
-    `optax.sgd(rate, momentum=1 - h["damping"])`.
+    Hyperparameters stay positive: write `optax.sgd(rate, momentum=1 - h["damping"])`.
 
     Args:
         make_algorithm: makes the method from a dict of scalars, which can be traced. The structure

@@ -29,8 +29,8 @@ def sparseloco(
         m_i = beta e_i + (x - y_i);   q_i = Q(TopK(m_i));   e_i <- m_i - q_i;
         x <- x - eta mean_i q_i.
 
-    The decaying residual takes the place of the outer momentum. TopK keeps the k entries of largest
-    magnitude of each block of 4,096 entries, and Q rounds them to 2 bits.
+    TopK keeps the k entries of largest magnitude of each block of 4,096, and Q rounds them to 2
+    bits.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.

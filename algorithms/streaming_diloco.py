@@ -75,22 +75,15 @@ def streaming_diloco(
                                                y_ip <- alpha y_ip + (1 - alpha) x_p.
 
     y_i is the model of island i, and x the outer model. The peak bandwidth is P times lower than in
-    DiLoCo, and the compiler can send while the islands compute. No transfer is in flight at the end
-    of a round.
+    DiLoCo, and the compiler can send while the islands compute.
 
     With one fragment, `delay=0` and `mixing=0.0` this is `diloco`.
 
-    Delta_p is a difference to x, as in DiLoCo and in the authors' later method (arXiv:2604.21428).
-    The paper has theta^(t-H) instead, the island's model when it last sent the fragment: it differs
-    between islands, and they drift apart, except with `delay=0` and `mixing=0.0`.
-
-    With an aggregator of two transfers, such as `compressed_mean` among many islands, each has half
-    of the tau steps to arrive.
+    Delta_p is a difference to x, as in DiLoCo. The paper has theta^(t-H) instead, the island's
+    model when it last sent the fragment; with it islands drift apart.
 
     Six or more consecutive fragments of equal shapes, as `layer_fragments` deals, share the body of
-    a loop, but not in `fedpax.stages`, which waits for the islands in each block. Otherwise the
-    compile time grows with P: a block has two loops of inner steps (one without delay, three for
-    two transfers).
+    a loop, but not in `fedpax.stages`. Otherwise the compile time grows with P.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
@@ -106,16 +99,15 @@ def streaming_diloco(
         mixing: alpha, share of an island's own fragment that it keeps, at least 0 and below 1. The
             paper uses 0 and 0.5.
         aggregator: combines the islands' outer gradients x_p - y_ip into Delta_p, with a state for
-            each fragment. One that clips or adds noise does so for each fragment, and its `epsilon`
-            counts a release for each. Default None: their mean in float32.
+            each fragment; its `epsilon` counts a release for each. Default None: their mean in
+            float32.
 
     Returns:
-        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
-        `[islands, H, batch, ...]`. H is a multiple of P; or P is a multiple of H, and several
-        fragments are synchronized at each step. Metrics, all float32 scalars: `"loss"` and the
-        metrics of `loss_fn`, averaged over inner steps and islands; and the aggregator's, averaged
-        over fragments. Padded steps count as steps of the schedule. An island without a valid step
-        in a round has weight 0 in all means of the round.
+        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are `[islands, H,
+        batch, ...]`. H is a multiple of P; or P is a multiple of H, and several fragments are
+        synchronized at each step. Metrics as in `diloco`; the aggregator's are averaged over
+        fragments. Padded steps count as steps of the schedule. An island without a valid step in a
+        round has weight 0.
 
     Raises:
         TypeError: `islands`, an optimizer, `delay`, `fragments` or `aggregator` has another type.

@@ -152,8 +152,7 @@ class DelayedNesterov(NamedTuple):
         x <- x - eta (g / N + c beta m);  D <- D + g
         m <- beta m + (D + g) / N;  x <- x - eta (g / N + (1 - c N + c) beta m);  D <- 0
 
-    Gradients that arrive together count as an arrival each, and are applied before the momentum:
-    those after the N-th are part of its update.
+    Gradients that arrive together count as an arrival each, and are applied before the momentum.
 
     Attributes:
         learning_rate: eta. An arrival moves x by eta / N times its gradient.
@@ -167,7 +166,7 @@ class DelayedNesterov(NamedTuple):
         Array(-1.9, dtype=float32)
 
     Reference:
-        Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09135.
+        Liu et al., arXiv:2401.09135.
     """
 
     learning_rate: float
@@ -193,14 +192,6 @@ class DelayedNesterov(NamedTuple):
 
         Returns:
             The new parameters and the new state.
-
-        Example:
-            >>> outer = DelayedNesterov(learning_rate=1.0, momentum=0.5, period=2)
-            >>> x, state = jnp.float32(0.0), outer.init(jnp.float32(0.0))
-            >>> for gradient in (-4.0, -2.0):
-            ...     x, state = outer.update(jnp.float32(gradient), jnp.float32(1.0), state, x)
-            >>> x.item(), state.momentum.item()
-            (4.5, -3.0)
         """
         arrivals = state.arrivals + count
         is_due = arrivals >= self.period
@@ -292,7 +283,7 @@ def hinge_staleness(slope: float, free: float) -> StalenessFn:
         (1.0, 0.5)
 
     Reference:
-        Xie et al., Asynchronous Federated Optimization, arXiv:1903.03934, section 5.2.
+        Xie et al., arXiv:1903.03934, section 5.2.
     """
     check_setting(
         "hinge_staleness", "slope", slope, NON_NEGATIVE, remedy="Pass 0.0 for equal weights."

@@ -43,8 +43,8 @@ def decoupled_diloco_parts(
 ) -> AlgorithmParts:
     """Make the parts of Decoupled DiLoCo, for `fedpax syncer` and `fedpax join`.
 
-    This is `decoupled_diloco` with real times of steps and failures in place of a schedule. Three
-    rules differ, so that a late island loses no step within `max_staleness`:
+    This is `decoupled_diloco` with real times of steps and failures in place of a schedule, but a
+    late island loses no step within `max_staleness`:
 
     - Steps during the transfer of a fragment are added to the merged one, and are part of the next
       update.
@@ -54,7 +54,7 @@ def decoupled_diloco_parts(
       tokens^2 / steps, as in the paper.
 
     With a quorum of all islands and `max_steps_ahead=steps_per_sync` this is `decoupled_diloco`
-    with `delay=0`, and with one fragment and a plain mean `diloco`.
+    with `delay=0`.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -97,7 +97,7 @@ def decoupled_diloco_parts(
         (1.0, 2.0)
 
     Reference:
-        Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428.
+        Douillard et al., arXiv:2604.21428.
     """
     name = "decoupled_diloco_parts"
     check_optimizer(name, "inner_optimizer", inner_optimizer)
@@ -165,8 +165,8 @@ def directional_mean(
         (sum_i w_i |u_i| / W) * phi(sum_i w_i phi(u_i) / W).
 
     The plain mean of nearly orthogonal updates of M islands is sqrt(M) times shorter than each;
-    this mean keeps their length, so that the outer learning rate does not depend on M. It is one
-    reduction, of the bytes of a plain mean and two norms per tensor.
+    this mean keeps their length. It is one reduction, of the bytes of a plain mean and two norms
+    per tensor.
 
     Args:
         plain: whether a parameter, by its path such as `"layers/attention/key"`, is plainly
@@ -189,7 +189,7 @@ def directional_mean(
         2.0
 
     Reference:
-        Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428.
+        Douillard et al., arXiv:2604.21428.
     """
 
     def init(params: chex.ArrayTree) -> EmptyState:

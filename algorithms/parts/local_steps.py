@@ -37,7 +37,7 @@ def local_steps(
     read.
 
     With `num_steps`, a loop of variable length computes no padded step, and `jax.grad` raises, but
-    not `jax.jvp`. Otherwise padded steps are computed and discarded, and `jax.grad` works.
+    not `jax.jvp`.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.

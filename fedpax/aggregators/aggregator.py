@@ -31,22 +31,20 @@ class Aggregator(NamedTuple):
             error-feedback residuals, a leading axis of the placement's size).
         aggregate: `(state, updates, weights) -> (aggregated, state, metrics)`. `updates` is a
             placed pytree `[participants, ...]` of the structure of `params`, such as the
-            pseudo-gradients x - y_i of `fedavg` and `diloco`. `weights` are numbers
-            `[participants]`, at least 0, or None for equal weights. `aggregated` is a server value
-            of the structure of `params`. `metrics` is a dict of scalars. An aggregator with two
-            transfers, such as `compressed_mean`, calls `sent_values.work_under_transfer` after
-            each, so that a method can compute meanwhile (`sent_values.under_transfers`).
+            pseudo-gradients x - y_i. `weights` are numbers `[participants]`, at least 0, or None
+            for equal weights. `aggregated` is a server value of the structure of `params`,
+            `metrics` a dict of scalars. An aggregator with two transfers calls
+            `sent_values.work_under_transfer` after each.
         needs_all: True if the aggregate needs all updates at once, as for a median. An asynchronous
             method then raises.
         tolerates_non_finite: True if the aggregate stays finite beside an update with NaN or
-            infinity, as for a median. Each metric is then the mean over the finite values, and
-            `"non_finite_participants"` counts the other participants. Default False: a NaN of one
-            participant makes the model and the loss NaN.
+            infinity. Each metric is then the mean over the finite values, and
+            `"non_finite_participants"` counts the other participants. Default False: a NaN makes
+            the model and the loss NaN.
         acts_when_all_absent: True if the server must step even if all participants are absent, as
-            along the noise of a private mean, which hides this. Default False: such a round changes
-            neither the model nor the server optimizer's state.
-        accountant: computes the metric `"epsilon"`. A transformation that keeps the guarantee keeps
-            it.
+            along the noise of a private mean. Default False: such a round changes neither the model
+            nor the server optimizer's state.
+        accountant: computes the metric `"epsilon"`.
         counts_alike: True if weights above 0 have no other effect, as in a median.
         limits: `number of participants -> {argument: its largest value}`, to check settings of
             experiments.
@@ -85,8 +83,7 @@ def mean() -> Aggregator:
     """Average the updates by weight: `sum_i w_i u_i / sum_i w_i`, in their own dtype.
 
     Returns:
-        An aggregator without state and metrics. Weights that sum to zero give 0, a NaN weight gives
-        NaN, and negative weights are used as given, as in `federated_mean`.
+        An aggregator without state and metrics. Weights are used as in `federated_mean`.
 
     Example:
         >>> mean().init(None)

@@ -34,11 +34,10 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
         max_norm: C, the largest norm, above 0.
 
     Returns:
-        A transformation without state. Norms and scales are float32. An update whose norm is
-        infinite or NaN becomes 0. Metrics, over present participants: `"clipped_fraction"`, the
-        fraction whose norm is not at most C; `"participant_norm"`, the mean of the finite norms
-        before clipping; and `"non_finite_updates"`, the number of other norms. They are exact: do
-        not publish them with a private mean.
+        A transformation without state. An update whose norm is infinite or NaN becomes 0. Metrics,
+        over present participants: `"clipped_fraction"`, the fraction whose norm is not at most C;
+        `"participant_norm"`, the mean of the finite norms before clipping; and
+        `"non_finite_updates"`. They are exact: do not publish them with a private mean.
 
     Raises:
         TypeError: `max_norm` is not a number.
@@ -100,16 +99,15 @@ def adaptive_clip(
 
         b = (sum_i [||u_i|| <= C] + N(0, count_stddev^2)) / m;   C <- C exp(-eta (b - gamma)).
 
-    Without noise, C changes by a factor of at most exp(eta) per round; without a present
-    participant it stays. `private_mean(quantile=...)` is the private mean with this clipping.
+    Without noise, C changes by a factor of at most exp(eta) per round. `private_mean(quantile=...)`
+    is the private mean with this clipping.
 
     Args:
         initial_norm: C of the first round, above 0. The paper uses 0.1.
         quantile: gamma, between 0 and 1.
         learning_rate: eta, at least 0.
         count_stddev: standard deviation of the noise of the count. Default 0: an exact count.
-        seed: int, seed of the noise of the count in a simulation; in stages, the server draws it
-            from the operating system.
+        seed: int, seed of the noise of the count in a simulation.
 
     Returns:
         A transformation with state `AdaptiveClipState`. It has the metrics of `clip_by_norm`, and

@@ -50,29 +50,16 @@ def compressed_mean(
     Without error feedback, the e_i are 0 and the mean is as unbiased as the codec. With it and
     decay 1, the error telescopes: summed over rounds, the means differ from the exact ones by the
     current mean residual alone. A participant of weight 0 is absent, and keeps its residual.
-    Weights need one small all-reduce first.
 
-    The exchange in which a device receives the fewest bits is compiled (`codecs.choose_exchange`
-    has the numbers). On d devices:
+    The exchange in which a device receives the fewest bits is compiled: see
+    `codecs.choose_exchange`.
+    All exchanges give the same mean, up to rounding in its last bits. The derivative is zero.
 
-    - all-gather: every device decodes all words, and adds in float32.
-    - all-to-all: every device decodes and adds one of d parts, and the means are all-gathered in
-      float32.
-    - all-reduce, of simulated participants: each update is encoded and decoded where it is made,
-      for a `federated_mean`. With a `chunk_size`, memory is flat in n.
-
-    With an island on each device and 4 bits, it is the all-gather for up to 8 islands, then the
-    all-to-all. All give the same mean, up to rounding in its last bits; the first two add in the
-    same order on every mesh. The derivative is zero.
-
-    With `mean_codec`, mean = decode(encode(sum_i q_i / n)). The all-to-all is then chosen from 3
-    islands on, at 4 bits. This is another algorithm: the rounding of the mean is lost, with error
-    feedback too.
+    With `mean_codec`, mean = decode(encode(sum_i q_i / n)): the rounding of the mean is lost, with
+    error feedback too.
 
     A parameter of more than 65,536 entries is encoded with its minor axis sharded over the mesh
-    axes within a participant, such as `fsdp`: each device sends its part. Smaller parameters are
-    gathered first. On a mesh with automatic axes, a device sends rows of 128 words, because a TPU
-    pads other shapes to tiles. A CPU gathers a parameter for `top_k`.
+    axes within a participant, such as `fsdp`. Smaller parameters are gathered first.
 
     Use error feedback with a fixed set of participants, such as islands. With sampled clients, the
     residual of one client is added to the update of another.
@@ -82,9 +69,9 @@ def compressed_mean(
         error_feedback: whether participants add the unsent part to their next update. Biased
             codecs, such as `top_k` and `sign`, need it to converge.
         decay: factor of the residual each round, above 0 and at most 1. SparseLoCo uses 0.95.
-        mean_codec: codec of the mean, with the blocks of `codec`. Default None: the mean stays in
-            float32. A codec that draws random numbers by entry, such as `uniform`, rounds the mean
-            differently on different meshes.
+        mean_codec: codec of the mean, with the blocks of `codec`. Default None: float32. A codec
+            that draws random numbers by entry, such as `uniform`, rounds differently on different
+            meshes.
         seed: seed of the random keys, which differ by round, participant and parameter.
 
     Returns:
@@ -94,9 +81,8 @@ def compressed_mean(
     Raises:
         TypeError: `codec` or `mean_codec` is not a codec, `decay` is not a number, or `seed` is not
             an int.
-        ValueError: `decay` is out of range, or is not 1 without error feedback; error feedback
-            with a codec that is not contractive, whose residual could grow without bound;
-            `mean_codec` with smaller blocks than `codec`.
+        ValueError: `decay` is out of range, or is not 1 without error feedback; error feedback with
+            a codec that is not contractive; `mean_codec` with smaller blocks than `codec`.
 
     Example:
         >>> import fedpax
@@ -114,11 +100,9 @@ def compressed_mean(
         [[0.0, -1.0, 2.0, 0.5], [1.0, -2.0, 0.0, 0.0]]
 
     Reference:
-        Suresh et al., arXiv:1611.00429.
-        Karimireddy et al., Error Feedback Fixes SignSGD, arXiv:1901.09847, algorithm 2.
-        Sarfi et al., SparseLoCo, arXiv:2508.15706, algorithm 1 (decay).
-        Douillard et al., Streaming DiLoCo, arXiv:2501.18512, section 2.4 (4 bits on the wire, sums
-        in float32).
+        Suresh et al., arXiv:1611.00429. Karimireddy et al., arXiv:1901.09847, algorithm 2. Sarfi et
+        al., SparseLoCo, arXiv:2508.15706, algorithm 1 (decay). Douillard et al., Streaming DiLoCo,
+        arXiv:2501.18512, section 2.4.
     """
     _check_arguments(codec, error_feedback, decay, mean_codec)
     decay, seed = float(decay), check_seed("compressed_mean", seed)

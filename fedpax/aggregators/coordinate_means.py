@@ -19,8 +19,8 @@ def coordinate_median() -> Aggregator:
     For an even number it is the mean of the middle two. Fewer than half of the participants cannot
     move it beyond the values of the others.
 
-    Memory grows with the number of participants. On a mesh, one all-to-all gives each device some
-    coordinates of all participants, and an all-gather joins the medians.
+    Memory grows with the number of participants. On a mesh, an all-to-all divides the coordinates
+    among the devices.
 
     Returns:
         An aggregator without state and metrics. A participant is present if its weight is above 0;
@@ -37,8 +37,7 @@ def coordinate_median() -> Aggregator:
         [2.0, 1.0]
 
     Reference:
-        Yin et al., Byzantine-Robust Distributed Learning,
-        arXiv:1803.01498, definition 1 and algorithm 1, option I.
+        Yin et al., arXiv:1803.01498, definition 1 and algorithm 1, option I.
     """
     return coordinate_mean(median_of_sorted)
 
@@ -51,13 +50,10 @@ def trimmed_mean(trim_fraction: float) -> Aggregator:
     the values of the other ones. Layout and cost are as in `coordinate_median`.
 
     Args:
-        trim_fraction: fraction of faulty participants to protect against, left out at each end; at
-            least 0 and below 1/2.
+        trim_fraction: fraction of faulty participants to protect against, at least 0 and below 1/2.
 
     Returns:
-        An aggregator without state and metrics. A participant is present if its weight is above 0;
-        the weights have no other effect. A NaN counts as infinity, the largest value. The result
-        has the dtype of the updates, float32 for integers; 0 if no participant is present.
+        As in `coordinate_median`.
 
     Raises:
         TypeError: `trim_fraction` is not a number.
@@ -73,8 +69,7 @@ def trimmed_mean(trim_fraction: float) -> Aggregator:
         1.5
 
     Reference:
-        Yin et al., Byzantine-Robust Distributed Learning,
-        arXiv:1803.01498, definition 2 and algorithm 1, option II.
+        Yin et al., arXiv:1803.01498, definition 2 and algorithm 1, option II.
     """
     trim_fraction = check_argument(
         "trimmed_mean",

@@ -37,8 +37,8 @@ class NoiseState(NamedTuple):
 def add_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
     """Add Gaussian noise to the aggregate, on the server: `aggregate + N(0, stddev^2 I)`.
 
-    The noise is fresh in each round, and the same on every mesh. In stages, the server draws it
-    from the operating system instead. For differential privacy use `private_mean`.
+    The noise is fresh in each round. In stages, the server draws it from the operating system
+    instead. For differential privacy use `private_mean`.
 
     Args:
         stddev: standard deviation of the noise of each coordinate, in the units of the update.
@@ -86,8 +86,6 @@ def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
 
     After `clip_by_norm(C)` it is the Gaussian mechanism of local differential privacy, with
     sensitivity 2 C. The mean of n participants has noise of standard deviation `stddev / sqrt(n)`.
-    With `stddev = noise_multiplier * C / sqrt(n)` it is the noise of `private_mean`, which protects
-    a participant only if its single update stays hidden, and if none drops out.
 
     Args:
         stddev: standard deviation of the noise of each coordinate, in the units of the update.
@@ -95,8 +93,7 @@ def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
 
     Returns:
         A transformation with state `NoiseState`. Noise is added in float32, and the result has the
-        dtype of the update. It is the same on every mesh and for every `chunk_size`. In stages,
-        each participant draws its noise itself, from the operating system.
+        dtype of the update. In stages, each participant draws its noise from the operating system.
 
     Raises:
         TypeError: `stddev` is not a number, or `seed` is not an int.

@@ -29,25 +29,22 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
 
         b_i = w_i / max(nu, ||u_i - v||);   v <- sum_i b_i u_i / sum_i b_i.
 
-    The first point is such a mean around v = 0, the current model, with the weighted median of the
-    norms instead of nu.
+    The first point is such a mean around v = 0, with the weighted median of the norms for nu.
 
     With less than half of the total weight wrong, the first point is within twice the largest norm
-    of the other updates. If wrong updates have the fraction p of the weight, an iteration reduces
-    their error by a factor of about (1 - p) / p.
+    of the other updates.
 
-    Each iteration is an all-reduce; every device receives all norms and weights once.
+    Each iteration is an all-reduce.
 
     Args:
-        num_iterations: number of iterations after the first point, at least 1. Default 8. The
+        num_iterations: number of iterations after the first point, at least 1. Default 8; the
             paper, which starts at the weighted mean, finds 3 sufficient.
         smoothing: nu, above 0, in the units of the update's norm.
 
     Returns:
-        An aggregator without state and metrics. Weights multiply the distances of the sum. A
-        participant is present if its weight is above 0, and the norm of its update is finite in
-        float32: up to about 1.8e19. The median is computed in float32. The result has the
-        dtype of the updates, float32 for integers; 0 if no participant is present.
+        An aggregator without state and metrics. A participant is present if its weight is above 0,
+        and the norm of its update is finite in float32. The result has the dtype of the updates,
+        float32 for integers; 0 if no participant is present.
 
     Raises:
         TypeError: `num_iterations` is not an int, or `smoothing` is not a number.
@@ -64,8 +61,7 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
         True
 
     Reference:
-        Pillutla et al., Robust Aggregation for Federated Learning, arXiv:1912.13445, algorithm 2.
-        The first point is chosen here.
+        Pillutla et al., arXiv:1912.13445, algorithm 2. The first point is chosen here.
     """
     name = "geometric_median"
     remedy = "Use 8; more iterations come closer to the median."

@@ -29,11 +29,10 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
 
     With m present participants, f of which may send wrong updates, the score of an update is the
     sum of the squared distances to its `m - f - 2` nearest neighbours. The `num_selected` updates
-    with the smallest scores are averaged, at most `m - f - 2`. Krum's bound is `m >= 2 f + 3`. With
-    fewer, a wrong update could be selected: the result is 0.
+    with the smallest scores are averaged. Krum's bound is `m >= 2 f + 3`; with fewer, the result is
+    0.
 
-    Memory grows with the number of participants. On a mesh, one all-to-all gives each device some
-    coordinates of all participants; all-reduces add the n x n distances and the selected updates.
+    Memory grows with the number of participants. On a mesh, it takes an all-to-all of the updates.
     The float32 distances resolve differences above about 0.001 of the updates' norms.
 
     Args:
@@ -61,8 +60,7 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
         2.0
 
     Reference:
-        Blanchard et al., Byzantine-Tolerant Machine Learning, arXiv:1703.02757, section 4 (Krum)
-        and section 6 (Multi-Krum).
+        Blanchard et al., arXiv:1703.02757, section 4 (Krum) and section 6 (Multi-Krum).
     """
     num_byzantine = check_argument(
         "krum", "num_byzantine", num_byzantine, COUNT_OR_ZERO, remedy=BYZANTINE_REMEDY
@@ -136,10 +134,9 @@ def bulyan(num_byzantine: int) -> Aggregator:
        `theta = m - 2 f` updates are selected.
     2. Each coordinate is the mean of the `theta - 2 f` selected values closest to their median.
 
-    Unlike in Krum, the error of each coordinate is bounded. The bound is `m >= 4 f + 3`. With
-    fewer, the result is 0.
+    The bound is `m >= 4 f + 3`; with fewer, the result is 0.
 
-    It needs the memory of `krum`, and on a mesh two all-to-alls, an all-reduce and an all-gather.
+    It needs the memory of `krum`.
 
     Args:
         num_byzantine: f, number of participants that may send wrong updates.
@@ -163,9 +160,8 @@ def bulyan(num_byzantine: int) -> Aggregator:
         3.0
 
     Reference:
-        El Mhamdi et al., The Hidden Vulnerability of Distributed Learning in Byzantium,
-        arXiv:1802.07927, section 4. Where fewer than `2 f + 3` updates are left, the number of
-        neighbours is at least 1.
+        El Mhamdi et al., arXiv:1802.07927, section 4. Where fewer than `2 f + 3` updates are left,
+        the number of neighbours is at least 1.
     """
     num_byzantine = check_argument(
         "bulyan", "num_byzantine", num_byzantine, COUNT_OR_ZERO, remedy=BYZANTINE_REMEDY

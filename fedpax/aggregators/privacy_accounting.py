@@ -55,11 +55,9 @@ def privacy_spent(
       The sum then changes by up to `2 max_norm`, so that this epsilon is larger.
     - Neither: every participant joins every round. One participant is added or removed.
 
-    No sampling is accounted exactly: k rounds are one with the noise multiplier `z / sqrt(k)`.
-    Poisson sampling is accounted by privacy loss distributions on a grid, and a fixed size by the
-    Renyi bound of the reference. Both are upper bounds, at most epsilon without sampling for the
-    same neighbouring populations. Where that or the privacy loss of one round is above 100,000, the
-    bound can ignore sampling.
+    No sampling is accounted exactly. Poisson sampling is accounted by privacy loss distributions on
+    a grid, and a fixed size by the Renyi bound of the reference. Both are upper bounds, at most
+    epsilon without sampling for the same neighbouring populations.
 
     Args:
         noise_multiplier: z, the standard deviation of the noise of the sum over the clipping norm;
@@ -69,8 +67,7 @@ def privacy_spent(
         sampling_probability: probability of joining a round, for Poisson sampling.
         cohort_size: number of participants of a round, for a fixed size.
         num_clients: number of clients to draw from; given with `cohort_size`.
-        discrete: the noise is discrete Gaussian, as in `private_secure_mean`: accounted without
-            sampling, by the bound of `PrivacyAccountant`.
+        discrete: the noise is discrete Gaussian, as in `private_secure_mean`, without sampling.
         releases_before: number of releases with the same noise multiplier to all clients before the
             first round, such as 1 for the statistics of a table; without sampling.
 
@@ -90,12 +87,10 @@ def privacy_spent(
         0.19
 
     Reference:
-        McMahan et al., arXiv:1710.06963, section 3.
-        Balle and Wang, arXiv:1805.06530, theorem 8 (without sampling).
-        Wang et al., Subsampled Renyi Differential Privacy, arXiv:1808.00087, theorem 27 (fixed
-        size).
-        Koskela et al., arXiv:1906.03049 (privacy loss distributions).
-        Kairouz et al., arXiv:2102.06387, proposition 14 (discrete noise).
+        McMahan et al., arXiv:1710.06963, section 3. Balle and Wang, arXiv:1805.06530, theorem 8
+        (without sampling). Wang et al., arXiv:1808.00087, theorem 27 (fixed size). Koskela et al.,
+        arXiv:1906.03049 (privacy loss distributions). Kairouz et al., arXiv:2102.06387, proposition
+        14 (discrete noise).
     """
     name = "privacy_spent"
     remedy = "Use the noise_multiplier of private_mean()."

@@ -51,9 +51,8 @@ def private_mean(
 
         mean = (sum_i u_i min(1, C / ||u_i||) + N(0, (z C)^2 I)) / m.
 
-    Adding or removing one participant changes the sum by at most C. Therefore every present
-    participant has weight 1, for any number of examples, and m is fixed. `privacy_spent` and
-    `noise_multiplier_for` relate z to epsilon.
+    Adding or removing one participant changes the sum by at most C: every present participant has
+    weight 1, and m is fixed. `privacy_spent` and `noise_multiplier_for` relate z to epsilon.
 
     With `quantile` gamma, C follows this quantile of the norms. A second noisy sum counts norms up
     to C:
@@ -68,8 +67,7 @@ def private_mean(
     `"epsilon"`: their `FederatedAlgorithm.sent_exactly` names it.
 
     In one program, such as `jax.jit(round)`, this is a simulation: the seed tells the noise. In
-    stages (`fedpax.stages`, and so over sites and on nodes), the server draws the noise from the
-    operating system instead.
+    stages (`fedpax.stages`), the server draws the noise from the operating system.
 
     Args:
         max_norm: C, above 0; with `quantile`, its initial value.
@@ -81,8 +79,7 @@ def private_mean(
         releases_before: number of means with this noise multiplier over the same clients before the
             first round, such as the statistics of a table. `"epsilon"` counts them.
         expected_participants: m. Default None: the placement's size, for cohorts of fixed size.
-            With Poisson sampling from a population of N, pass `sampling_probability * N`, and a
-            placement that is large enough for every cohort; empty slots have weight 0.
+            With Poisson sampling from a population of N, pass `sampling_probability * N`.
         quantile: gamma, between 0 and 1. Default None: keep C. The paper uses 0.5.
         learning_rate: eta, at least 0.
         count_stddev: s, above `noise_multiplier / 2`. Default None: m / 20, as in the paper.
@@ -90,18 +87,16 @@ def private_mean(
     Returns:
         An aggregator with state `PrivateMeanState`. Participants of a weight above 0 are present,
         with equal weights. Sums and noise are float32, and the result has the dtype of the updates,
-        float32 for integers. An update whose norm is infinite or NaN counts as 0. The noise is the
-        same on every mesh. Parameters under `optax.set_to_zero` get none: methods leave them out.
-        If all participants are absent, the noise moves the model. Metrics: `"max_norm"`, C,
-        `"noise_stddev"`, the standard deviation of each coordinate of the mean, and with noise
-        `"epsilon"`, spent so far (`accountant.epsilon`), without amplification by sampling, which
-        `privacy_spent` counts.
+        float32 for integers. An update whose norm is infinite or NaN counts as 0. Parameters under
+        `optax.set_to_zero` get no noise. If all participants are absent, the noise moves the model.
+        Metrics: `"max_norm"`, C, `"noise_stddev"`, the standard deviation of each coordinate of the
+        mean, and with noise `"epsilon"`, spent so far without amplification by sampling.
 
     Raises:
         TypeError: an argument is not a number, or `seed` is not an int.
         ValueError: an argument is out of range; `count_stddev` is given without `quantile`, or the
-            noise of the count alone spends more privacy than `noise_multiplier` allows. The default
-            of `count_stddev` is checked when the program is traced.
+            noise of the count alone spends more privacy than `noise_multiplier` allows (the default
+            is checked when the program is traced).
 
     Example:
         >>> import fedpax
@@ -115,10 +110,8 @@ def private_mean(
         ('0.050', '0.05')
 
     Reference:
-        McMahan et al., arXiv:1710.06963, algorithm 1: the fixed-denominator estimator with all
-        weights 1.
-        Andrew et al., Differentially Private Learning with Adaptive Clipping, arXiv:1905.03871,
-        algorithm 1 and theorem 1.
+        McMahan et al., arXiv:1710.06963, algorithm 1, with all weights 1. Andrew et al.,
+        arXiv:1905.03871, algorithm 1 and theorem 1.
     """
     name = "private_mean"
     max_norm = check_norm(name, "max_norm", max_norm)

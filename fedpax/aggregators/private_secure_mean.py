@@ -74,8 +74,8 @@ def private_secure_mean(
     In one program, this is a simulation, as in `secure_mean`: the known seed tells noise and masks.
 
     In stages (`fedpax.stages`), each participant that answers draws its noise from the operating
-    system instead. The engine masks the terms (see `secure_mean`), and opens no sum of fewer than t
-    participants: the round is repeated or fails.
+    system instead, and the engine masks the terms. A round with fewer than t answers is repeated or
+    fails.
 
     Args:
         max_norm: C, above 0.
@@ -92,9 +92,8 @@ def private_secure_mean(
         An aggregator with state `PrivateSecureMeanState`. Participants of a weight above 0 are
         present, with equal weights. An update whose norm is infinite or NaN counts as 0. The result
         has the dtype of the updates, float32 for integers. Metrics: `"noise_stddev"`, the standard
-        deviation of each coordinate of the mean, `"num_present"`, and `"epsilon"`, spent so far
-        (`accountant.epsilon`). It holds for the model, not for other metrics. Methods that sum more
-        have none (see `private_mean`).
+        deviation of each coordinate of the mean, `"num_present"`, and `"epsilon"`, spent so far. It
+        holds for the model, not for other metrics.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -112,9 +111,8 @@ def private_secure_mean(
         ('0.050', '0.05')
 
     Reference:
-        Kairouz et al., The Distributed Discrete Gaussian Mechanism, arXiv:2102.06387, algorithms 1
-        and 2, proposition 14. Their random rotation and randomized rounding save bits of the
-        modulus; with 32 bits, rounding to the nearest hardly increases the sensitivity.
+        Kairouz et al., arXiv:2102.06387, algorithms 1 and 2, proposition 14, without their random
+        rotation and randomized rounding, which save bits of the modulus.
     """
     name = "private_secure_mean"
     max_norm = check_norm(name, "max_norm", max_norm)

@@ -47,18 +47,14 @@ def quantized_mean(num_levels: int) -> Aggregator:
         c_i = x_i + e_i;   k_i = clip(round(c_i / s + (L - 1) / 2), 0, L - 1);
         q_i = s (k_i - (L - 1) / 2);   e_i <- c_i - q_i;   mean = sum_i q_i / n.
 
-    The error telescopes, as in `compressed_mean`: use it with a fixed set of participants, not with
-    sampled clients. All share the step s of a leaf, from one small all-reduce: the optimum for a
-    normal distribution with their mean of |c_i|.
+    The error telescopes, as in `compressed_mean`: use it with a fixed set of participants. All
+    share the step s of a leaf, the optimum for a normal distribution with their mean of |c_i|.
 
     The integers k_i are sent and summed: an entry is a digit in base n (L - 1) + 1 of a 32-bit
-    word. With four participants, one word holds 13 entries for two levels and 8 for four levels. A
-    word packs adjacent entries of one axis, and divides it where possible, so that a sharded leaf
-    stays sharded. The sum is a `federated_sum` of uint32 words, on any mesh.
+    word. With four participants, one word holds 13 entries for two levels and 8 for four levels.
 
-    With weights w_i, x_i is scaled by n w_i / sum_i w_i before quantization, which needs one more
-    small all-reduce. A participant of weight 0 is absent, and keeps its residual. The derivative is
-    zero.
+    With weights w_i, x_i is scaled by n w_i / sum_i w_i before quantization. A participant of
+    weight 0 is absent, and keeps its residual. The derivative is zero.
 
     Args:
         num_levels: L, number of values of an entry on the wire, 2 to 256. With 2, signs are sent.

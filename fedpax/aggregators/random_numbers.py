@@ -31,9 +31,8 @@ _indices = jax.make_user_context(())
 def random_stream(index: int) -> Iterator[None]:
     """Draw the random numbers of aggregators from their own stream within the context.
 
-    A method with several states of one aggregator, such as one per cluster, calls `aggregate` in a
-    stream per state. Otherwise their noise, masks and rounding are equal, and their difference has
-    no noise.
+    A method with several states of one aggregator calls `aggregate` in a stream per state.
+    Otherwise their noise, masks and rounding are equal, and their difference has no noise.
 
     Args:
         index: index of the stream, a Python int of at least 0. Stream 0 is the default. In nested

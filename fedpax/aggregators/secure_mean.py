@@ -52,14 +52,12 @@ def secure_mean(
     the masks are agreed on: the server then recomputes its neighbours' masks, and the self masks of
     the m present participants. The only error is the quantization, at most s / 2.
 
-    In one program, such as `jax.jit(round)`, this simulates cost, quantization and dropouts,
-    without key agreement or secret sharing: masks from a known seed give no security. A participant
-    generates one pseudo-random vector of the update's size per neighbour, and the server as many: 2
-    n^2 per round without `num_neighbors`. With a `chunk_size`, memory is flat in n.
+    In one program, such as `jax.jit(round)`, this simulates cost, quantization and dropouts: masks
+    from a known seed give no security. A participant generates one pseudo-random vector of the
+    update's size per neighbour, and the server as many. With a `chunk_size`, memory is flat in n.
 
-    In stages (`fedpax.stages`), participants send the integers k_i, and the engine masks them with
-    keys that participants agree on: Flower with `secure=true`, and sites with `--secure_sums`.
-    These engines reject the program if they do not mask its sums.
+    In stages (`fedpax.stages`), participants send the integers k_i, which the engine masks: Flower
+    with `secure=true`, and sites with `--secure_sums`. Other engines reject the program.
 
     Args:
         max_value: r, above 0. Entries are clipped to [-r, r].
@@ -92,8 +90,8 @@ def secure_mean(
         [0.375, 0.25]
 
     Reference:
-        Bonawitz et al., Practical Secure Aggregation, arXiv:1611.04482, section 3 (double masking).
-        Bell et al., IACR ePrint 2020/704, section 3 (a random Harary graph of neighbours).
+        Bonawitz et al., arXiv:1611.04482, section 3 (double masking). Bell et al., IACR ePrint
+        2020/704, section 3 (a random Harary graph of neighbours).
     """
     name = "secure_mean"
     remedy = "Use the largest entry that an update may have, such as 1.0."

@@ -18,8 +18,7 @@ from fedpax.transforms.marks import SENT, SERVER
 def mark_sent(values: chex.ArrayTree, *, instead_of: chex.ArrayTree) -> chex.ArrayTree:
     """Mark values that a participant sends instead of its update. Inside a mapped function.
 
-    `fedpax.cost` counts their bytes as the compressed size of the update. The compiled program
-    stays the same.
+    `fedpax.cost` counts their bytes as the compressed size of the update.
 
     Args:
         values: a pytree of arrays, such as packed codes and their scale.

@@ -20,10 +20,9 @@ class Codec(NamedTuple):
     """A lossy code for blocks of floats, as a pair of pure functions.
 
     Blocks are vectors along the leading axis of an array `[entries, ...]`, which keeps the shape
-    and the sharding of its other axes. Both functions draw from the same random key, such as a
-    rotation, which is not sent. The draws must be the same for all blocks: `decode` may get a part
-    of the blocks, in other axes and another order. A block of zeros must be decoded to zeros: a
-    participant of weight 0 sends it.
+    and the sharding of its other axes. Both functions draw from the same random key, which is not
+    sent. The draws must be the same for all blocks: `decode` may get a part of the blocks, in other
+    axes and another order. A block of zeros must be decoded to zeros.
 
     Attributes:
         encode: `(key, blocks) -> words`. `blocks` are float32 `[entries, ...]`. `words` are uint32

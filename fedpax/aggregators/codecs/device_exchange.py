@@ -41,9 +41,8 @@ def choose_exchange(
         all-to-all of the words, all-gather of float32 means:   (n b / d + 32) (d - 1) / d;
         all-reduce of decoded updates in float32:               64 (d - 1) / d.
 
-    With a participant on each device, the second one has the fewest if n is above 1 + 32 / b: from
-    9 participants at 4.03 bits, from 33 at 1.03 bits. It is chosen leaf by leaf: a leaf of a few
-    blocks is all-gathered. With `mean_codec` of b' bits, b' takes the place of 32.
+    With a participant on each device, the second one has the fewest if n is above 1 + 32 / b. It is
+    chosen leaf by leaf. With `mean_codec` of b' bits, b' takes the place of 32.
 
     Args:
         codec: how one participant's update is encoded.

@@ -19,8 +19,7 @@ def rotated(codec: Codec) -> Codec:
 
     The range of z is small, about ||x|| sqrt(log(d) / d), and with it the error of a uniform
     quantizer. The rotation keeps an inner codec unbiased or contractive. A block is padded with
-    zeros to a power of two. D comes from the shared key: equal in all blocks of a parameter, new
-    for each participant and round. The paper draws one for all participants.
+    zeros to a power of two. D is new for each parameter, participant and round.
 
     Args:
         codec: the codec of the rotated blocks, such as `uniform(bits)`.

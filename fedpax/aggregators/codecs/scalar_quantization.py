@@ -53,8 +53,7 @@ def uniform(bits: int, *, block_size: int = BLOCK_SIZE) -> Codec:
         True
 
     Reference:
-        Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429,
-        section 2.2 (stochastic k-level quantization).
+        Suresh et al., arXiv:1611.00429, section 2.2 (stochastic k-level quantization).
     """
     is_too_large = isinstance(bits, int) and bits > 16
     remedy = "Use 16, the largest." if is_too_large else "Use 4, for example."
@@ -157,8 +156,7 @@ def e3m0(*, block_size: int = BLOCK_SIZE) -> Codec:
 
         0, +-s/64, +-s/32, +-s/16, +-s/8, +-s/4, +-s/2, +-s.
 
-    It is biased and deterministic. On the wire a block has 4 bits per entry and one float, s. The
-    paper does not state its scale; here it is the block's maximum.
+    It is biased and deterministic. On the wire a block has 4 bits per entry and one float, s.
 
     Args:
         block_size: largest number of entries of a block. Default 1024.

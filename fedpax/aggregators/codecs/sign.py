@@ -25,8 +25,7 @@ def sign(bits: int = 1, *, block_size: int = BLOCK_SIZE) -> Codec:
         decode_j = (||x||_1 / d) sign(x_j),   sign(0) = 1.
 
     With b = `bits` > 1, a code is the sign and the interval of |x_j|, of 2^(b - 1) equal ones from
-    min |x| to max |x|. An interval is decoded to the mean of the magnitudes in it. The code is
-    biased, and a projection: for any number of bits
+    min |x| to max |x|, decoded to the mean of the magnitudes in it. The code is biased, and
 
         ||decode - x||^2 <= (1 - ||x||_1^2 / (d ||x||^2)) ||x||^2.
 
@@ -52,9 +51,8 @@ def sign(bits: int = 1, *, block_size: int = BLOCK_SIZE) -> Codec:
         [1.25, -6.75, 1.25, 6.75]
 
     Reference:
-        Karimireddy et al., Error Feedback Fixes SignSGD, arXiv:1901.09847, algorithm 1.
-        Sarfi et al., SparseLoCo, arXiv:2508.15706 (2-bit values; that they are means of intervals
-        is chosen here).
+        Karimireddy et al., arXiv:1901.09847, algorithm 1. Sarfi et al., arXiv:2508.15706 (2-bit
+        values; the means of intervals are chosen here).
     """
     remedy = "Use codecs.uniform(bits) for more."
     bits = check_argument("sign", "bits", bits, IntRange(least=1, most=4), remedy=remedy)
@@ -103,10 +101,9 @@ def drive(*, unbiased: bool = True, block_size: int = BLOCK_SIZE) -> Codec:
         decode = S R^T sign(R x),   S = ||x||^2 / ||R x||_1   (unbiased)
                                  or S = ||R x||_1 / d         (least squared error).
 
-    On average, the unbiased scale has the squared error (pi/2 - 1) ||x||^2, and a mean of n
-    participants divides it by n. The other scale has (1 - 2/pi) ||x||^2, the smallest error of a
-    single participant. This holds for a uniformly random rotation. The randomized Hadamard
-    transform comes close unless a few entries dominate a block, and is biased for two entries.
+    For a uniformly random rotation, the unbiased scale has the mean squared error (pi/2 - 1)
+    ||x||^2, which a mean of n participants divides by n, and the other one (1 - 2/pi) ||x||^2. The
+    randomized Hadamard transform comes close unless a few entries dominate a block.
 
     Args:
         unbiased: which scale to send. Default True: the unbiased one, for many participants. With

@@ -31,8 +31,7 @@ def random_k(
 ) -> Codec:
     """Send a random subset of the entries of each block; the others are decoded to 0.
 
-    Of d entries, k = ceil(fraction d) are sent. Their places come from the shared key: equal in all
-    blocks of a parameter, new for each participant and round.
+    Of d entries, k = ceil(fraction d) are sent. Their places come from the shared key.
 
     Args:
         fraction: fraction of the entries that is sent, above 0 and at most 1.
@@ -59,8 +58,8 @@ def random_k(
         2
 
     Reference:
-        Konečný et al., arXiv:1610.05492, section 3 (random mask, sent as a seed).
-        Stich et al., Sparsified SGD with Memory, arXiv:1809.07599, section 2.
+        Konečný et al., arXiv:1610.05492, section 3 (random mask, sent as a seed). Stich et al.,
+        arXiv:1809.07599, section 2.
     """
     fraction = check_fraction("random_k", fraction)
     value_codec = float32() if values is None else values
@@ -130,8 +129,8 @@ def top_k(
         [0.0, -7.0, 0.0, 2.0]
 
     Reference:
-        Stich et al., Sparsified SGD with Memory, arXiv:1809.07599, section 2.
-        Sarfi et al., SparseLoCo, arXiv:2508.15706 (the largest entries of blocks).
+        Stich et al., arXiv:1809.07599, section 2. Sarfi et al., SparseLoCo, arXiv:2508.15706 (the
+        largest entries of blocks).
     """
     fraction = check_fraction("top_k", fraction)
     value_codec = float32() if values is None else values

@@ -28,8 +28,8 @@ class ArrivalOrder(NamedTuple):
     Attributes:
         position: int `[islands]`, an island's position in the order of the round's arrivals, from
             0; -1 for an island that does not arrive. Islands that arrive at the same time have the
-            same position, and none is left out. An island without a step (`Cohort.num_steps`) comes
-            back from a failure: it takes the model and contributes nothing.
+            same position, and none is left out. An island without a step (`Cohort.num_steps`) takes
+            the model and contributes nothing.
 
     Example:
         >>> order = ArrivalOrder(np.array([1, 0, -1, 0]))  # 1 and 3 together, then 0
@@ -44,8 +44,8 @@ class RegionalOrder(NamedTuple):
     """The order of a round's events at regional servers and the global server.
 
     Positions count from 0, and none is left out. At equal positions, arrivals come first, then
-    sends, then the global server, then merges. The fields of a region's event are equal for all
-    islands of the region; -1 for no event.
+    sends, then the global server, then merges. The fields of a region's event are equal for all its
+    islands; -1 for none.
 
     Attributes:
         position: int `[islands]`, the position of an island's arrival at its region's server, as in

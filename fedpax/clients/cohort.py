@@ -37,7 +37,6 @@ class Cohort(_Fields):
     """The participants of one round and their batches.
 
     Islands, and clients of equal size, need only the batches: `Cohort(batches)`.
-    `fedpax.data.cohort_rounds` sets all fields but `schedule`.
 
     If `batches` is a dict with a field `"mask"`, an example (or token) whose mask is 0 or False is
     padding. A step with only padding has no effect. A participant of weight 0 is absent: it changes
@@ -50,18 +49,16 @@ class Cohort(_Fields):
         num_examples: number `[participants]`, the weight of each participant in means. Default
             None: every participant with at least one step has the same weight. A negative number
             counts as 0.
-        num_steps: int `[participants]`, number of leading batches that a participant trains on;
-            later batches are skipped. Default None: compute every step, and discard steps with only
-            padding. `jax.grad` through a round with `num_steps` raises, because a `while_loop` has
-            no reverse-mode derivative; forward mode works.
+        num_steps: int `[participants]`, number of leading batches that a participant trains on.
+            Default None: compute every step, and discard steps with only padding. `jax.grad`
+            through a round with `num_steps` raises; forward mode works.
         client_ids: int `[participants]`, each client's index in its population, different from one
             another; -1 for an empty slot of the cohort. A method with client state raises for a
-            client that is twice; under `jax.jit` it cannot, and any one of the two new states is
-            stored. To a method with client state, an index not below its `num_clients` is an empty
-            slot too. Default None: unknown, for algorithms without client state.
-        schedule: when participants arrive, for a method that runs over simulated time: `Arrivals`,
-            `ArrivalOrder`, `RegionalOrder` or `Syncs` of `fedpax.clients`. Default None:
-            participants are equally fast and never fail.
+            client that is twice; under `jax.jit`, any one of the two new states is stored. To such
+            a method, an index not below its `num_clients` is an empty slot. Default None: unknown,
+            for algorithms without client state.
+        schedule: when participants arrive: `Arrivals`, `ArrivalOrder`, `RegionalOrder` or `Syncs`
+            of `fedpax.clients`. Default None: participants are equally fast and never fail.
 
     Raises:
         TypeError: a NumPy array is not numbers.
@@ -306,9 +303,8 @@ class CohortStream(Protocol):
     """An endless iterator over cohorts whose position can be saved and restored.
 
     Every round's cohort has the same structure, shapes and dtypes. Its leaves are NumPy arrays that
-    later rounds do not overwrite: the training loop still reads a cohort while the next one is
-    made. Every process draws the same whole cohort, or leaves of the global shape of which it can
-    index only its own rows (`fedpax.data.LocalRows`).
+    later rounds do not overwrite. Every process draws the same whole cohort, or leaves of the
+    global shape of which it can index only its own rows (`fedpax.data.LocalRows`).
     """
 
     def __next__(self) -> Cohort:
@@ -356,8 +352,7 @@ class PackedStream(CohortStream, Protocol):
 class IdentifiedStream(CohortStream, Protocol):
     """A stream that can tell whether another process has the same data.
 
-    Processes and islands divide the rows of a stream. With different data, each would leave out
-    most of its own.
+    Otherwise processes with different data would each leave out most of their own.
     """
 
     def fingerprint(self) -> dict[str, str]:

@@ -183,9 +183,6 @@ def home_devices(
 ) -> Int64[np.ndarray, " cohort"]:
     """Return the device that has each client's row of a `ClientStore`.
 
-    With a cohort in the order `fedpax.data.balanced_order(num_steps, num_devices, homes=...)`,
-    devices rarely send rows. `fedpax.data.cohort_rounds` uses this order.
-
     Args:
         client_ids: integers `[cohort]`, as in `gather_clients`; negative where a client is absent.
         num_clients: the size of the population.

@@ -1,9 +1,8 @@
 """Client store: one state per client of the population, sharded over the mesh.
 
 If a program's map alone reads the states and the store alone takes its results, the loop over the
-cohort reads and writes the rows, and memory does not grow with the cohort. Otherwise the cohort's
-states go once around the ring of devices, in three blocks of cohort/devices rows. Communication
-never depends on the population's size.
+cohort reads and writes the rows. Otherwise the cohort's states go once around the ring of devices,
+in blocks.
 """
 
 import dataclasses
@@ -46,9 +45,8 @@ ClientIds = Int[jax.Array | np.ndarray, "cohort"]
 class ClientStore(Generic[State]):
     """The states of all clients of a population, as one pytree.
 
-    Make one with `client_store`, read it with `gather_clients` and update it with
-    `scatter_clients`. It can be part of an algorithm's state. `num_clients` is static, a Python
-    integer under `jax.jit` too.
+    It can be part of an algorithm's state. `num_clients` is static, a Python integer under
+    `jax.jit` too.
 
     Attributes:
         rows: a pytree of arrays `[rows, ...]`, row k for client k. `rows` is `num_clients` rounded
@@ -61,10 +59,7 @@ class ClientStore(Generic[State]):
     num_clients: int
 
     def to_host(self) -> State:
-        """Return the states of all clients as NumPy arrays `[num_clients, ...]`.
-
-        For inspection and tests, not under `jax.jit`.
-        """
+        """Return the states of all clients as NumPy arrays `[num_clients, ...]`."""
         return jax.tree.map(lambda rows: np.asarray(rows)[: self.num_clients], self.rows)
 
 
@@ -76,8 +71,8 @@ def client_store(
     Args:
         state: a pytree of arrays, the state of a client that has not taken part yet.
         num_clients: the size of the population.
-        placement: the name of the mesh axis to shard the rows over. Without a mesh, or where the
-            mesh has no such axis, one device holds all rows.
+        placement: the name of the mesh axis to shard the rows over. Without it, one device holds
+            all rows.
 
     Returns:
         The store.

@@ -1,9 +1,6 @@
 """Models in flax.nnx as pure functions of their parameters, and their losses.
 
 `transformer`, `mlp`, `cnn` and `resnet` make a `FunctionalModel` from a configuration.
-`fedpax.models.attention` implements attention, `fedpax.models.presets` has configurations of known
-transformers, `fedpax.models.huggingface` reads and writes Hugging Face folders, and
-`fedpax.models.lora` trains low-rank adapters.
 """
 
 from fedpax.lazy_names import public_names as _public_names

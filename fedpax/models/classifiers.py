@@ -54,8 +54,7 @@ class MLPConfig:
 class CNNConfig:
     """Sizes of a convolutional network: two 3 x 3 convolutions, max-pooling, two dense layers.
 
-    With the default sizes, 62 classes and dropout rates (0.25, 0.5), it is EMNIST's network in the
-    reference.
+    With 62 classes and dropout rates (0.25, 0.5), it is EMNIST's network in the reference.
 
     Attributes:
         image_height: height of an image in pixels, at least 6.
@@ -64,8 +63,8 @@ class CNNConfig:
         filters: output channels of the first and of the second convolution.
         hidden_dim: features of the hidden dense layer.
         num_classes: number of classes.
-        dropout_rates: probabilities, below 1, with which dropout sets a feature to 0, after pooling
-            and in the hidden dense layer. Only an `apply` with seeds drops features.
+        dropout_rates: probabilities, below 1, of a feature's dropout after pooling and in the
+            hidden dense layer. Only an `apply` with seeds drops features.
 
     Raises:
         ValueError: a size is too small, or a rate is out of range.

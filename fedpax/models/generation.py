@@ -36,7 +36,7 @@ def generate(
 ) -> Int[Array, "batch num_tokens"]:
     """Continue prompts, token by token, in one compiled program.
 
-    The prompt goes through the model once; then each new token attends to the key-value cache.
+    New tokens attend to the key-value cache.
 
     Args:
         params: the transformer's parameters.
@@ -47,8 +47,8 @@ def generate(
             Default None: all.
         key: a random key. Needed unless `temperature` is 0.
         temperature: divides the logits. 0 takes the most likely token (greedy decoding).
-        top_p: sample from the most likely tokens whose probabilities add up to it (nucleus
-            sampling); 1: from all.
+        top_p: sample from the most likely tokens whose probabilities add up to it (nucleus); 1:
+            all.
 
     Returns:
         int32 `[batch, num_tokens]`, the continuation of each prompt.

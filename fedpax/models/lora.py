@@ -4,16 +4,13 @@ The model's parameters stay, and every adapted weight W gets an adapter, so that
 
     x W   becomes   x W + (alpha / rank) (x A) B.
 
-Adapters are a separate pytree: a federated method trains and sends them alone.
-
     adapters = lora.init(key, params, config)
     algorithm = fedavg(lora.adapter_loss(loss_fn, params, config), ...)
     state = algorithm.init(adapters)
     ...
     huggingface.save(folder, model_config, lora.merge(params, state.params, config))
 
-Under `jax.jit`, pass `params` as an argument: arrays that a jitted function closes over can become
-constants of the program.
+Under `jax.jit`, pass `params` as an argument, so that arrays do not become constants.
 
 Reference:
     Hu et al., "LoRA" (arXiv:2106.09685), section 4.1.

@@ -103,15 +103,14 @@ def transformer_loss(
 ) -> ModelLoss:
     """Make the training loss of a transformer: the mean next-token cross-entropy, in nats.
 
-    The logits are computed in chunks of tokens (`chunked_cross_entropy`). The z-loss of the logits
-    and, for a mixture of experts, the load-balancing loss and the router z-loss are added.
+    The logits are computed in chunks of tokens (`chunked_cross_entropy`). The z-loss and the losses
+    of a mixture of experts are added.
 
     Args:
         config: the transformer's configuration.
         z_loss_weight: weight of the mean of log(sum(exp(logits)))^2. PaLM uses 1e-4.
-        load_balance_weight: weight of the load-balancing loss, averaged over layers;
-            `fedpax.models.mixture_of_experts.routing_losses` relates it to the weights of Switch
-            Transformers and of Mixtral's implementation.
+        load_balance_weight: weight of the load-balancing loss, averaged over layers; see
+            `fedpax.models.mixture_of_experts.routing_losses`.
         router_z_weight: weight of the mean of log(sum(exp(router logits)))^2, averaged over layers.
         tokens_per_chunk: tokens per device whose logits exist at once.
 
@@ -270,19 +269,18 @@ def accumulate_gradients(loss_fn: ModelLoss, grad_accum_steps: int) -> ModelLoss
 
     The loss, its gradient and its metrics are means over microbatches, weighted by the sum of the
     microbatch's `mask`. They equal those of the whole batch if the loss is a mean over the mask.
-    The gradient accumulates in float32 (float64 for float64 parameters). Each microbatch is
-    recomputed in the backward pass, so only its activations exist at a time.
+    The gradient accumulates in float32 (float64 for float64 parameters), and each microbatch is
+    recomputed in the backward pass.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`, all of them means over the
-            rows, or over what `mask` marks. The metric `tokens` is a sum.
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`, all of them means. The metric
+            `tokens` is a sum.
         grad_accum_steps: number of microbatches, a divisor of the number of rows. 1 returns
             `loss_fn` itself.
 
     Returns:
         A loss of the same signature. Without `mask`, microbatches weigh the same. A microbatch
-        whose mask is 0 everywhere is not read, unless all of them are. A term of the loss that
-        ignores the mask, such as load balance, is weighted in the same way.
+        whose mask is 0 everywhere is not read, unless all of them are.
 
     Raises:
         ValueError: `grad_accum_steps` is below 1 or does not divide the number of rows.

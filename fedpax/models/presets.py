@@ -63,10 +63,7 @@ def base_100m() -> TransformerConfig:
 def pax_c4_1b() -> TransformerConfig:
     """Return the sizes of Pax's experiment C4Spmd1BAdam4Replicas: 1.1 billion parameters.
 
-    As in Pax, embeddings are tied and scaled by sqrt(embed_dim), logits are capped at 30, and
-    layers are recomputed in the backward pass. Unlike Pax, positions are rotary (Pax: sinusoids),
-    norms are RMSNorm (Pax: LayerNorm with the same epsilon), and the scores of attention have no
-    cap (Pax: 50).
+    Unlike in Pax, positions are rotary, norms are RMSNorm, and the scores of attention have no cap.
     """
     return _pax(num_layers=13, embed_dim=2560, num_heads=20)
 

@@ -21,8 +21,7 @@ EPSILON = 1e-3
 class ResNetConfig:
     """Sizes of a residual network of two-convolution blocks, with group normalization.
 
-    The defaults are ResNet-18 for CIFAR-100 in the experiments of FedOpt. Batch normalization would
-    need statistics of all clients; group normalization reads one image.
+    The defaults are ResNet-18 for CIFAR-100 in the experiments of FedOpt.
 
     Attributes:
         num_channels: channels of an image, 1 for gray and 3 for RGB.
@@ -30,16 +29,15 @@ class ResNetConfig:
         filters: output channels of the first convolution and stage, doubled at each later stage.
         blocks: number of blocks in each stage.
         num_groups: groups of channels that are normalized together.
-        stage_stride: stride of the first block of each stage after the first. Default 1, as in the
-            experiments of FedOpt, whose images are small; the network for ImageNet has 2.
+        stage_stride: stride of the first block of each stage after the first. Default 1, as in
+            FedOpt; the network for ImageNet has 2.
 
     Raises:
         ValueError: a size is below 1, or `num_groups` does not divide `filters`.
 
     Reference:
         He et al., arXiv:1603.05027 (the order of normalization and convolution); Reddi et al.,
-        arXiv:2003.00295, appendix; the strides and groups: TensorFlow Federated,
-        research/optimization/shared/resnet_models.py.
+        arXiv:2003.00295, appendix (with the strides and groups of the authors' code).
 
     Example:
         >>> ResNetConfig().num_params()
@@ -171,8 +169,8 @@ def _norm(features: int, num_groups: int, rngs: nnx.Rngs) -> nnx.GroupNorm:
 def resnet(config: ResNetConfig) -> FunctionalModel:
     """Make a residual network as pure functions: `apply(params, images) -> logits`.
 
-    Clients that run at once (`chunk_size` above 1) have their own kernels: XLA then computes
-    grouped convolutions, which are slow on a CPU. Run clients one after another there.
+    Clients that run at once (`chunk_size` above 1) have grouped convolutions, which are slow on a
+    CPU.
 
     Returns:
         The model. `apply` takes images of any size, float `[batch, height, width, channels]`, and

@@ -21,42 +21,35 @@ class TransformerConfig:
         num_kv_heads: number of key and value heads, a divisor of `num_heads`.
         head_dim: features per head, even. Default None: embed_dim / num_heads.
         mlp_dim: hidden features of the feed-forward network, or of each expert.
-        feed_forward: "swiglu" with three matrices, or "gelu" (by its tanh formula) with two and no
-            gate.
+        feed_forward: "swiglu" with three matrices, or "gelu" (tanh formula) with two and no gate.
         num_experts: experts per layer in a mixture. Default 0: one dense feed-forward network.
         num_experts_per_token: number of experts that a token goes through. As in Mixtral, their
-            weights add up to 1. With 1 expert, the weight has no gradient: the routing losses
-            alone train the router. (Switch Transformers weighs by the router's probability.)
-        norm_eps: epsilon of RMSNorm. Default 1e-6, as in T5, Gemma and Qwen3; Llama 3, Mistral and
-            Mixtral use 1e-5.
-        qk_norm: whether RMSNorm normalizes each head of queries and keys before the rotary
-            positions (QK-Norm), as in Qwen3.
+            weights add up to 1. With 1 expert, the routing losses alone train the router.
+        norm_eps: epsilon of RMSNorm. Default 1e-6; Llama 3, Mistral and Mixtral use 1e-5.
+        qk_norm: whether RMSNorm normalizes each head of queries and keys (QK-Norm), as in Qwen3.
         rope_base: base of the rotary positions: the longest wavelength, in tokens, over 2 pi.
         rope_scaling_factor: factor that stretches the longest wavelengths, for sequences longer
             than `rope_original_seq_len`, as in Llama 3.1. Default None: no stretching.
         rope_original_seq_len: sequence length for which the unstretched wavelengths were chosen.
         sliding_window: number of tokens that a token attends to: itself and those just before it.
             Default None: all earlier tokens.
-        tied_embeddings: whether one table serves both as the embedding and as the output
-            projection.
-        scale_embeddings: whether embeddings are multiplied by sqrt(embed_dim), as in the original
-            Transformer, Pax and Gemma. Llama, Mistral and Mixtral do not scale them.
+        tied_embeddings: whether one table is both the embedding and the output projection.
+        scale_embeddings: whether embeddings are multiplied by sqrt(embed_dim), as in Pax and Gemma.
         logit_softcap: replaces each logit by cap tanh(logit / cap). Default None: no cap.
-        dtype: compute dtype of the layers. Parameters are float32 in any case; norms, softmax and
-            logits are computed in float32 at least. "float64" needs JAX's 64-bit mode.
-        quantization: number format of the layers' matmuls in the forward pass. The backward pass
-            is not quantized. See `fedpax.ops.quantization`.
+        dtype: compute dtype of the layers. Parameters are float32; norms, softmax and logits are
+            computed in float32 at least. "float64" needs JAX's 64-bit mode.
+        quantization: number format of the layers' matmuls in the forward pass; see
+            `fedpax.ops.quantization`.
         attention: implementation; see `fedpax.models.attention.causal_attention`.
         remat: what a layer stores for the backward pass; see `fedpax.ops.remat`.
-        unroll: layers per iteration of the scan over layers. `num_layers` is fastest for a
-            shallow model and takes longest to compile.
+        unroll: layers per iteration of the scan over layers; a larger number compiles longer.
         num_microbatches: microbatches of a batch in a pipeline (mesh axis `stage`).
         num_pipeline_repeats: blocks of consecutive layers per pipeline stage. 1 is GPipe; more
             interleave the stages.
 
-        weights: the Hugging Face folder that an experiment on text begins from, see
-            `fedpax.experiments.language_model_experiment`. Models themselves ignore it. Default
-            None: random parameters. Adapters (`lora.rank` above 0) need a folder.
+        weights: the Hugging Face folder that an experiment on text begins from. Models themselves
+            ignore it. Default None: random parameters. Adapters (`lora.rank` above 0) need a
+            folder.
 
     Raises:
         ValueError: the sizes do not fit together, or an option does not exist.
@@ -170,9 +163,7 @@ class TransformerConfig:
         """Count the floating-point operations of one token in a training step.
 
         6 N + 12 num_layers num_heads head_dim seq_len, where N are the active parameters in
-        matmuls, a tied embedding table included, because it computes the logits. A multiplication
-        and an addition count as two operations, the backward pass as twice the forward pass,
-        rematerialization as none.
+        matmuls, a tied embedding table included. Rematerialization does not count.
 
         Args:
             seq_len: tokens in a sequence.
@@ -244,12 +235,11 @@ def flops_per_token(
 ) -> float:
     """Count the floating-point operations of a transformer for one training token.
 
-    6 N + 12 L H d T: two operations per parameter and token in the forward pass and four in the
-    backward pass, and likewise for attention's two matmuls.
+    6 N + 12 L H d T, the backward pass as twice the forward pass.
 
     Args:
-        num_params: N, the parameters in matmuls: without an embedding table that is only looked up;
-            of a mixture of experts, those that one token uses.
+        num_params: N, the parameters in matmuls; of a mixture of experts, those that one token
+            uses.
         num_layers: L.
         num_heads: H, query heads.
         head_dim: d, features per head.

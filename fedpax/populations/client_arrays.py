@@ -41,8 +41,6 @@ class ComputedPartition(Sequence[Indices], abc.ABC):
 class RaggedPartition(ComputedPartition):
     """The indices of all participants' examples, and where each participant begins.
 
-    It is indexed as a list of arrays, and takes 110 bytes less for each participant.
-
     Attributes:
         indices: int64 `[examples]`, the indices of participant 0, then of participant 1, ...
         starts: int64 `[participants + 1]`, the position of each participant's first index, then the
@@ -267,7 +265,7 @@ class DailyAvailability:
 class RecordedAvailability:
     """Availability that was recorded: a table of rounds and clients.
 
-    For the `available` of a `ClientSampler`. After its last row the table repeats.
+    For the `available` of a `ClientSampler`; it repeats after its last row.
 
     Args:
         table: booleans `[rounds, clients]`, or the path of a `.npy` file that holds them.

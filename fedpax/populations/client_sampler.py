@@ -29,30 +29,27 @@ _MOST_DRAWS = 8  # as multiples of the cohort
 class ClientSampler:
     """Samples clients without replacement: a fixed number of them, or each with a probability.
 
-    A cohort depends on the seed and the round number alone, on any machine. Sampling takes time in
-    proportion to the cohort, unless a few clients have nearly all of the weight.
-
-    With weights, clients are drawn one after another, in proportion to their weights.
+    A cohort depends on the seed and the round number alone, on any machine.
 
     With `sampling_probability` q, each available client joins each round with probability q,
-    independently (Poisson sampling); a round can have no client. If more than `cohort_size` clients
-    join, `sample` raises: with clients left out, the epsilon of `fedpax.aggregators.privacy_spent`
-    is not valid. `poisson_cohort_size` returns a size that is large enough.
+    independently (Poisson sampling). If more than `cohort_size` clients join, `sample` raises: the
+    epsilon of `fedpax.aggregators.privacy_spent` is not valid with clients left out.
+    `poisson_cohort_size` returns a size that is large enough.
 
     Attributes:
         num_clients: the size of the population; clients are numbered from 0.
         cohort_size: the largest number of clients in a cohort.
         seed: the random seed.
-        weights: floats `[num_clients]`, at least 0. Clients of weight 0 are never drawn. Default
-            None: sample uniformly.
+        weights: floats `[num_clients]`, at least 0: clients are drawn one after another in
+            proportion to them. Default None: sample uniformly.
         available: a function `round -> booleans [num_clients]`, True for clients that can take part
             in that round; it must depend on the round number alone. Default None: all clients in
             all rounds.
         sampling_probability: the probability q that an available client joins a round, above 0 and
             at most 1. It cannot be combined with `weights`. Default None: cohorts of `cohort_size`
             clients.
-        repeats: whether a subclass can draw a client more than once for a round, which is right
-            for methods without states of clients alone.
+        repeats: whether a subclass can draw a client more than once for a round, for
+            methods without states of clients.
 
     Raises:
         TypeError: a size or `seed` is not an integer, or `weights` is not real numbers.
@@ -65,9 +62,6 @@ class ClientSampler:
         >>> sampler = ClientSampler(num_clients=1_000_000, cohort_size=4, seed=1)
         >>> sampler.sample(7).tolist() == sampler.sample(7).tolist() != sampler.sample(8).tolist()
         True
-        >>> daytime = ClientSampler(6, 2, available=lambda r: np.arange(6) % 2 == r % 2)
-        >>> (daytime.sample(0) % 2).tolist(), (daytime.sample(1) % 2).tolist()
-        ([0, 0], [1, 1])
 
     Reference:
         Efraimidis, Spirakis. Weighted Random Sampling with a Reservoir. Information Processing
@@ -311,8 +305,7 @@ class ClientSampler:
 def poisson_cohort_size(num_clients: int, sampling_probability: float) -> int:
     """Return a `cohort_size` for Poisson sampling that one round in a billion exceeds.
 
-    It is mean + 6 standard deviations + 6, rounded up, and at most `num_clients`. On several
-    devices, round it up to a multiple of their number.
+    On several devices, round it up to a multiple of their number.
 
     Raises:
         ValueError: `sampling_probability` is not above 0 and at most 1.

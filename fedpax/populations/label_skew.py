@@ -52,15 +52,13 @@ def partition_dirichlet(
       the last participants have a similar skew as the first.
 
     `alpha` is the concentration per label: with 0.1 most participants have few labels, with 1 every
-    mixture of equally frequent labels is equally likely, and with 100 all are alike, by default
-    even more than random samples.
+    mixture of equally frequent labels is equally likely, and with 100 all are alike.
 
     Args:
         labels: integers `[examples]`, such as `source.column("label")`.
         num_participants: the number of participants.
         alpha: the concentration, above 0; the smaller it is, the more participants differ.
-        equal_sizes: if True, the participants' numbers of examples differ by at most one. Default
-            False.
+        equal_sizes: whether the participants' numbers of examples differ by at most one.
         min_examples: the smallest number of examples per participant.
         seed: the random seed.
 
@@ -76,14 +74,10 @@ def partition_dirichlet(
         >>> parts = partition_dirichlet(labels, 4, alpha=0.1)
         >>> sum(len(indices) for indices in parts)
         1000
-        >>> parts = partition_dirichlet(labels, 4, alpha=0.1, equal_sizes=True)
-        >>> [len(indices) for indices in parts]
-        [250, 250, 250, 250]
 
     Reference:
-        Li et al. Federated Learning on Non-IID Data Silos: An Experimental Study.
-        arXiv:2102.02079, "distribution-based label imbalance". Hsu et al. Measuring the Effects of
-        Non-Identical Data Distribution. arXiv:1909.06335, section 3.
+        Li et al., arXiv:2102.02079, "distribution-based label imbalance"; Hsu et al.,
+        arXiv:1909.06335, section 3.
     """
     _, class_index = index_labels(labels)
     check_count(len(class_index), "examples", num_participants, min_examples)
@@ -123,13 +117,11 @@ def partition_pachinko(
     """Partition examples by Pachinko allocation over two levels of labels, as federated CIFAR-100.
 
     One participant after another draws a distribution over the coarse labels from Dirichlet(alpha,
-    ..., alpha), and for each coarse label a distribution over its labels from Dirichlet(beta, ...,
-    beta). Each of its examples is drawn by coarse label, then label, among the unassigned ones;
-    labels without one are skipped. Sizes differ by at most one; the last participants get all that
-    is left.
+    ..., alpha), and for each coarse label one over its labels from Dirichlet(beta, ..., beta). Each
+    of its examples is drawn by coarse label, then label, among the unassigned ones. Sizes differ by
+    at most one; the last participants get all that is left.
 
-    The defaults are the reference's, with 500 participants. To compare results, load its own
-    partition, which is not reproducible: `federated_cifar100`.
+    The reference's own partition, which is not reproducible, is in `federated_cifar100`.
 
     Args:
         labels: integers `[examples]`.
@@ -153,8 +145,7 @@ def partition_pachinko(
         True
 
     Reference:
-        Reddi et al. arXiv:2003.00295, the appendix on a federated CIFAR-100; after Li, McCallum.
-        Pachinko Allocation. ICML 2006.
+        Reddi et al., arXiv:2003.00295, appendix; after Li, McCallum, ICML 2006.
     """
     (_, fine), (_, coarse) = index_labels(labels), index_labels(coarse_labels, "coarse_labels")
     if len(fine) != len(coarse):
@@ -323,10 +314,8 @@ def partition_by_quantity(
     Args:
         num_examples: the number of examples.
         num_participants: the number of participants.
-        alpha: the concentration of the Dirichlet distribution, above 0; the smaller it is, the more
-            sizes differ. Default None: use `sigma`.
-        sigma: the spread of the log-normal distribution, above 0; the larger it is, the more sizes
-            differ. Default None: use `alpha`.
+        alpha: the concentration of the Dirichlet distribution, above 0. Default None: use `sigma`.
+        sigma: the spread of the log-normal distribution, above 0. Default None: use `alpha`.
         min_examples: the smallest number of examples per participant.
         seed: the random seed.
 

@@ -59,12 +59,10 @@ def partition_by_field(
 ) -> RaggedPartition:
     """Partition examples so that all examples with the same value of a field stay together.
 
-    Groups are assigned from the largest to the smallest, each to the participant that has least so
-    far, so that amounts are nearly equal.
+    Groups are assigned from the largest to the smallest, each to the participant with least so far.
 
     Args:
-        source: the examples: records, columns, a data frame or a table, as `partition_natural`
-            takes them.
+        source: the examples, as `partition_natural` takes them.
         field: the name of the field, such as `"client"` or `"label"`.
         num_participants: the number of participants.
         size: a function that returns an example's size, such as its number of bytes. Default None:
@@ -113,7 +111,7 @@ def partition_natural(source: Examples | Any, field: str | None = None) -> Natur
     Args:
         source: the examples: records (a source from `load`, or a list of dicts), a dict of columns,
             or a data frame or table of pandas, Polars or pyarrow. Or the column alone: an array or
-            a list with the field's value of each example.
+            a list.
         field: the name of the field, such as `"client"`. Default None: `source` is the column.
 
     Returns:
@@ -131,8 +129,6 @@ def partition_natural(source: Examples | Any, field: str | None = None) -> Natur
         >>> parts = partition_natural({"author": authors}, "author")
         >>> [indices.tolist() for indices in parts], parts.names
         ([[1, 5], [0, 2, 4], [3]], ['a', 'b', 'c'])
-        >>> partition_natural(authors).names
-        ['a', 'b', 'c']
     """
     if field is None:
         source, field = Columns({_COLUMN: _as_column(source)}, "source"), _COLUMN

@@ -37,8 +37,7 @@ def plot_partition(
     """Draw the sizes and labels of a partition's participants.
 
     Up to `max_participants` are bars, divided by label. More are a histogram of sizes and a heat
-    map of label frequencies, sorted by the most frequent label. With more than 500 participants, a
-    column of the map is the mean of neighbours; with more than 100 labels, a row is their sum.
+    map of label frequencies, sorted by the most frequent label.
 
     Args:
         partition: for each participant the indices of its examples.

@@ -17,8 +17,8 @@ from fedpax.primitives.casts import checked_cast
 class PartitionStatistics(NamedTuple):
     """Measures of a partition; `str` gives a table.
 
-    Fields about labels are None if no labels were given. Means weigh participants equally; those
-    about labels exclude participants without examples.
+    Fields about labels are None without labels, and exclude participants without examples. Means
+    weigh participants equally.
 
     Attributes:
         num_examples: the number of examples of all participants together.
@@ -28,16 +28,14 @@ class PartitionStatistics(NamedTuple):
         mean: the mean of the sizes.
         largest: the maximum of the sizes.
         coefficient_of_variation: the standard deviation of the sizes divided by their mean.
-        gini: the Gini coefficient of the sizes: 0 if all are equal, near 1 if one participant has
-            all examples.
+        gini: the Gini coefficient of the sizes: 0 if all are equal.
         classes: the labels that occur, ascending.
         label_counts: the number of examples of each label, by participant.
         labels_per_participant: the mean number of different labels of a participant.
         label_entropy: the mean entropy of a participant's label distribution, in nats.
         overall_entropy: the entropy of the label distribution of all examples, in nats.
         total_variation: the mean total variation distance between a participant's label
-            distribution and the one of all examples: half the sum of the absolute differences of
-            frequencies, 0 to 1.
+            distribution and the one of all examples, 0 to 1.
     """
 
     num_examples: int

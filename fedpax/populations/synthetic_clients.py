@@ -21,8 +21,8 @@ class DirichletClients(ComputedPartition):
     Client k depends on the arguments and k alone, and nothing is stored per client:
 
     1. Its number of examples is log-normal, rounded and clipped to 1, ..., `max_examples`.
-    2. Its label distribution is drawn from Dirichlet(alpha * C * p), where C is the number of
-       labels and p is the distribution of labels in the pool.
+    2. Its label distribution is drawn from Dirichlet(alpha * C * p), with C labels, p their
+       distribution in the pool.
     3. Its examples are drawn from the pool with replacement.
 
     Args:
@@ -30,8 +30,7 @@ class DirichletClients(ComputedPartition):
         num_clients: the size of the population.
         alpha: the concentration, above 0; the smaller it is, the more clients differ.
         median_examples: the median number of examples per client.
-        sigma: the standard deviation of the logarithm of a client's number of examples. Default 0:
-            every client has the same number.
+        sigma: the standard deviation of the logarithm of a client's number of examples.
         max_examples: the largest number of examples per client.
         seed: the random seed.
 
@@ -216,9 +215,8 @@ def leaf_clients(
         x ~ N(v_k, diag(j^-1.2)),  v_k ~ N(B_k, 1),  B_k ~ N(0, 1);
         y = argmax((1, x) W_k + e),  e ~ N(0, 0.1^2).
 
-    Q and the m_c are the same for all clients. The first row of W_k is the bias, and inputs are
-    returned without the 1. The numbers of examples are 5 + exp(N(3, 2^2)), rounded down and at most
-    1,000. The synthetic(alpha, beta) of FedProx is `fedpax.data.logistic_clients`.
+    Q and the m_c are the same for all clients. The first row of W_k is the bias. The numbers of
+    examples are 5 + exp(N(3, 2^2)), rounded down and at most 1,000.
 
     Args:
         num_clients: number of clients; LEAF's example has 1,000.
@@ -241,8 +239,9 @@ def leaf_clients(
         (60, 30, True)
 
     Reference:
-        Caldas et al., LEAF, arXiv:1812.01097, appendix. Built here: the form of the authors' code,
-        TalwalkarLab/leaf, data/synthetic/data_generator.py and main.py.
+        Caldas et al., LEAF, arXiv:1812.01097, appendix; built here: the form of the
+        authors' code,
+        TalwalkarLab/leaf.
     """
     check_logistic_sizes(num_clients, num_features, num_classes)
     probabilities = checked_cast(cluster_probabilities, np.float64, "cluster_probabilities")
@@ -288,8 +287,7 @@ def logistic_clients(
         W_k, b_k ~ N(u_k, 1),  u_k ~ N(0, alpha);
         x ~ N(v_k, diag(j^-1.2)),  v_k ~ N(B_k, 1),  B_k ~ N(0, beta).
 
-    The numbers of examples are 50 + exp(N(4, 2^2)), at most 5,000. LEAF's synthetic data is
-    `fedpax.data.leaf_clients`.
+    The numbers of examples are 50 + exp(N(4, 2^2)), at most 5,000.
 
     Args:
         num_clients: number of clients; the paper has 30.

@@ -60,13 +60,10 @@ def buffered_arrivals(
     """Order the arrivals of clients that train asynchronously.
 
     The server keeps `concurrency` clients busy, and updates its model after `buffer_size` arrivals.
-    For each client that arrives or fails, another client begins: drawn uniformly from those that
-    are up and not busy. If there is none, the place stays free until a client returns. A client
-    that fails before its update has arrived loses it.
+    For each client that arrives or fails, another one begins: drawn uniformly from those that are
+    up and not busy. A client that fails before its update has arrived loses it.
 
     Clients that arrive in the same instant are added to the buffer together, before others begin.
-    With equal speeds and `concurrency == buffer_size`, this is a synchronous method that draws its
-    cohorts without replacement.
 
     Args:
         trace: speeds and failures of the population.
@@ -87,8 +84,7 @@ def buffered_arrivals(
         ([1.0, 1.0, 2.0, 2.0], [0, 1, 0, 1])
 
     Reference:
-        Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, arXiv:2106.06639,
-        algorithm 1; Xie et al., Asynchronous Federated Optimization, arXiv:1903.03934, algorithm 1.
+        Nguyen et al., arXiv:2106.06639, algorithm 1; Xie et al., arXiv:1903.03934, algorithm 1.
     """
     population = trace.num_participants
     _check_sizes(population, num_rounds, concurrency, buffer_size)

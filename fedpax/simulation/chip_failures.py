@@ -21,16 +21,14 @@ class Cluster:
         years_to_failure: mean years between two failures of a chip, exponential.
         chips_per_slice: number of chips that a failure takes out until the repair.
         repair_seconds: mean seconds between a failure and the slice's return, exponential.
-        reshard_seconds: pause of a learner when it loses a slice: until it has noticed, repeated
-            the step in progress, and resharded over the slices that are left. A repaired slice
-            rejoins without a pause.
-        restart_seconds: pause of data parallelism with restart: until all chips are replaced,
-            initialized, and have read the checkpoint. Failures during a pause are part of it.
-        checkpoint_seconds: seconds between two checkpoints of data parallelism with restart. A
-            failure loses the work since the last one. Writing takes no time from training.
+        reshard_seconds: pause of a learner when it loses a slice: to notice it, repeat the step in
+            progress, and reshard. A repaired slice rejoins without a pause.
+        restart_seconds: pause of data parallelism with restart, until it has read the checkpoint.
+            Failures during a pause are part of it.
+        checkpoint_seconds: seconds between two checkpoints of data parallelism with restart.
+            Writing takes no time from training.
         num_spares: number of slices that data parallelism with restart keeps idle, to replace
-            failed ones. If more are in repair, it waits. Default None: the mean number in repair
-            and three standard deviations.
+            failed ones. Default None: the mean number in repair and three standard deviations.
 
     Raises:
         ValueError: a number is out of range.
@@ -106,7 +104,6 @@ def draw_failures(cluster: Cluster, horizon: float, seed: int) -> Failures:
     """Draw the failures of every chip of a cluster.
 
     Lifetimes of chips are exponential. A failure in a slice that is out for repair does not count.
-    The simulation begins with all slices up and lasts `horizon` seconds.
 
     Example:
         >>> failures = draw_failures(Cluster(1_200_000), horizon=86_400.0, seed=0)
@@ -134,9 +131,8 @@ def draw_failures(cluster: Cluster, horizon: float, seed: int) -> Failures:
 def decoupled_goodput(cluster: Cluster, failures: Failures, num_learners: int) -> Goodput:
     """Simulate learners that train independently: Decoupled DiLoCo.
 
-    Each learner has an equal part of the slices. When one of its chips fails, this learner alone
-    pauses for `reshard_seconds` and continues with its remaining slices. One learner is elastic
-    data parallelism.
+    Each learner has an equal part of the slices, and pauses alone when one of its chips fails. One
+    learner is elastic data parallelism.
 
     Raises:
         ValueError: `num_learners` is below 1 or above the number of slices.
@@ -178,8 +174,7 @@ def decoupled_goodput(cluster: Cluster, failures: Failures, num_learners: int) -
 def restart_goodput(cluster: Cluster, failures: Failures) -> Goodput:
     """Simulate data parallelism of a fixed size that restarts from a checkpoint at each failure.
 
-    A failed slice is replaced by a spare one. A failure among the spares goes unnoticed. Spare
-    slices count as chip time that does not train.
+    A failed slice is replaced by a spare one; spare slices count as chip time that does not train.
 
     Example:
         >>> cluster = Cluster(1_200_000)

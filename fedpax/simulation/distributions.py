@@ -62,8 +62,6 @@ def exponential(mean: float) -> Distribution:
 def lognormal(median: float, sigma: float) -> Distribution:
     """Make the lognormal distribution: `median * exp(sigma * z)` for a standard normal z.
 
-    With sigma = 1, one draw of six is above 2.7 medians.
-
     Raises:
         ValueError: `median` is not above 0, or `sigma` is negative, or one is not finite.
 

@@ -51,7 +51,7 @@ def dynamic_local_steps(trace: Trace, num_steps: int) -> Int64[np.ndarray, " isl
         [30, 20, 7]
 
     Reference:
-        Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09135.
+        Liu et al., arXiv:2401.09135.
     """
     if num_steps < 1:
         raise ArgumentError(
@@ -72,12 +72,10 @@ def island_arrivals(
     """Order the arrivals of islands that train at their own pace.
 
     The server applies an island's update when it arrives, and the island continues from the new
-    model. Updates that arrive at the same time, or within `grace_seconds` of the first (or until
-    all have arrived), are applied together. An island that fails loses the steps since its last
-    arrival, and returns with the model of that time.
+    model. Updates that arrive within `grace_seconds` of the first are applied together. An island
+    that fails loses the steps since its last arrival, and returns with the model of that time.
 
-    A round is a stretch of arrivals in which no island arrives twice. All arrivals of a round
-    train at the same time on the islands' devices, and are applied in their order.
+    A round is a stretch of arrivals in which no island arrives twice.
 
     Args:
         trace: speeds and failures of the islands.
@@ -201,12 +199,11 @@ def fragment_syncs(
     The syncer merges a fragment when `quorum` islands have taken `steps_per_sync` steps since the
     previous merge and have sent it. It then waits at most `grace_seconds` for the other islands,
     which continue, up to `max_steps_per_sync` steps between two merges. All islands that are up
-    take part with the steps that have reached the syncer; without a new one, an island has weight
-    0. Transfers run beside the steps: only sending delays the syncer.
+    take part with the steps that have reached the syncer. Transfers run beside the steps.
 
-    With `max_steps_per_sync == steps_per_sync` and a quorum of all islands, all take the same
-    steps: without failures this is `streaming_diloco`. An island that fails, also while the syncer
-    waits, loses its steps since the previous merge, and returns with the whole outer model.
+    With `max_steps_per_sync == steps_per_sync`, a quorum of all islands and no failures this is
+    `streaming_diloco`. An island that fails loses its steps since the previous merge, and returns
+    with the whole outer model.
 
     Args:
         trace: speeds and failures of the islands.
@@ -215,8 +212,8 @@ def fragment_syncs(
         steps_per_sync: steps between two merges, H / P.
         quorum: K, number of islands that the syncer waits for, 1 to the number of islands.
         grace_seconds: how long it waits for more of them.
-        max_steps_per_sync: the most steps of an island between two merges. A round's batches need
-            `num_fragments * max_steps_per_sync` steps. Default None: `steps_per_sync`.
+        max_steps_per_sync: the most steps of an island between two merges. Default None:
+            `steps_per_sync`.
         tokens_per_step: tokens of a step, of all islands or `[islands]`.
 
     Raises:
@@ -231,7 +228,7 @@ def fragment_syncs(
         ([4.0, 8.0], [4, 4, 2])
 
     Reference:
-        Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428.
+        Douillard et al., arXiv:2604.21428.
     """
     islands = trace.num_participants
     most = steps_per_sync if max_steps_per_sync is None else max_steps_per_sync

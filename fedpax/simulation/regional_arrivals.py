@@ -75,9 +75,8 @@ def regional_arrivals(
     Meanwhile, islands train and arrive.
 
     At the same instant, arrivals come first, then sends, then the global server, then merges.
-    Updates that arrive at a server together are applied together, and islands that have arrived
-    receive the model after a merge. An island that fails loses the steps since its last arrival,
-    and returns with the region's model of that time. Servers and their networks do not fail.
+    Updates that arrive at a server together are applied together. An island that fails loses the
+    steps since its last arrival. Servers and their networks do not fail.
 
     Args:
         trace: speeds and failures of the islands. Its transfers are those within a region.
@@ -85,7 +84,6 @@ def regional_arrivals(
         num_rounds: number of rounds.
         num_steps: H, local steps between arrivals, at least 1, for all islands or int `[islands]`.
         updates_per_exchange: K, the islands' updates between two exchanges of a region, at least 1.
-            The paper's experiments have 32 for 4 islands per region.
         seconds_to_global: seconds of a region's update to the global server, of all regions or
             `[regions]`.
         seconds_from_global: likewise, of the global model to a region.
@@ -110,8 +108,7 @@ def regional_arrivals(
         ([1, -1], [2, -1], [3, -1])
 
     Reference:
-        Kim et al., HALoS: Hierarchical Asynchronous Local SGD over Slow Networks for
-        Geo-Distributed Large Language Model Training, arXiv:2506.04531, algorithm 1.
+        Kim et al., HALoS, arXiv:2506.04531, algorithm 1.
     """
     islands = trace.num_participants
     region_of, transfers = _check(trace, regions, seconds_to_global, seconds_from_global)

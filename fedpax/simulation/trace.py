@@ -21,8 +21,8 @@ from fedpax.simulation.distributions import Distribution, constant
 class Trace:
     """Speeds of the participants of a population, and the times at which each is down.
 
-    Made by `draw_trace` or `load_trace`, or from arrays. A participant that arrives late is down
-    until it arrives. One that leaves for good is down until infinity.
+    Made by `draw_trace` or `load_trace`, or from arrays. Late arrival and leaving are downtimes
+    too.
 
     Attributes:
         seconds_per_step: float64 `[participants]`, above 0: seconds of one local step.
@@ -118,9 +118,8 @@ def draw_trace(
 ) -> Trace:
     """Draw a trace from distributions.
 
-    A participant's speed and transfer times are drawn once. It arrives once, and then alternates:
-    up for a draw of `time_to_failure`, down for a draw of `time_to_return`. A change of one
-    argument does not change the draws of another.
+    A participant's speed and transfer times are drawn once. It arrives once, and then alternates
+    between up and down. A change of one argument does not change the draws of another.
 
     Args:
         num_participants: size of the population.
@@ -131,9 +130,8 @@ def draw_trace(
         time_to_failure: distribution of the seconds between a return and the next failure. Default
             None: no failures.
         time_to_return: distribution of the seconds between a failure and the return. Default None:
-            a participant that fails does not return.
-        arrival: distribution of the second in which a participant arrives. Default None: all
-            participants are there at second 0.
+            no return.
+        arrival: distribution of the second in which a participant arrives. Default None: second 0.
         horizon: the second up to which failures are drawn. Required with `time_to_failure`.
 
     Raises:

@@ -53,8 +53,7 @@ def cohort_rounds(
 ) -> CohortRounds:
     """Make an endless stream of rounds, each with sampled clients of a population.
 
-    Each local epoch has a new random order, and its last batch may not be full. `balanced_order`
-    orders the clients of a round.
+    Each local epoch has a new random order, and its last batch may not be full.
 
     Args:
         examples: a source from `load` or a list of dicts, of which each round reads its cohort's
@@ -63,30 +62,28 @@ def cohort_rounds(
         population: for each client the indices of its examples: a list, or a sequence that
             generates them when indexed. A client without examples has weight 0.
         sampler: samples the clients of each round. If it samples fewer than `cohort_size`, other
-            slots have index -1, 0 steps and weight 0.
+            slots are empty.
         batch_size: examples per step and client.
         local_epochs: how often a client iterates over its examples in a round.
         max_steps: the most steps of a client in a round; longer clients are truncated. Default
             None: the steps of the largest client, for which the whole population is read.
         seed: the random seed of the examples' orders.
-        num_devices: the size of the mesh's `clients` axis; it must divide the cohort. Only the
-            order of a round's clients depends on it.
+        num_devices: the size of the mesh's `clients` axis; it must divide the cohort.
         chunk_size: the number of clients that a device runs at once, as in the algorithm.
         preprocess: a function from the source's fields to a batch's, arrays of numbers; all are
             `[examples, ...]`. Default: `image` to float32 in 0 to 1, and `label` to int32. `dict`
             leaves all fields as they are. A field whose examples differ in shape is an array
             `[examples]` of objects: pad it, and return a field `mask`, 0 at padding.
         pad_to: with "population", each round has `max_steps` steps. With "round", for clients of
-            very different sizes, it has a 4th, 16th, ... of them if no client takes more. `jax.jit`
-            compiles each number of steps once.
+            very different sizes, it has a 4th, 16th, ... of them if no client takes more, each
+            compiled once.
 
     Returns:
         An iterator over `fedpax.Cohort` with all of its fields: `batches` is a dict of arrays
-        `[clients, steps, batch_size, ...]`, 0 in steps that a client does not take if these are
-        more than 7/8 of the round, and otherwise 0 or a repeated example, with a `mask`, 0 where
-        there is no example, bool `[clients, steps, batch_size]` if `preprocess` returns none;
-        `num_examples`, `num_steps` and `client_ids` are int32 `[clients]`, ids -1 where fewer
-        clients were available or sampled.
+        `[clients, steps, batch_size, ...]`, with a `mask`, 0 where there is no example (any value),
+        bool `[clients, steps, batch_size]` if `preprocess` returns none; `num_examples`,
+        `num_steps` and `client_ids` are int32 `[clients]`, ids -1 where fewer clients were
+        available or sampled.
 
     Raises:
         ValueError: a size does not fit the memory or the other sizes, there are no examples,

@@ -60,16 +60,13 @@ class CohortRounds:
     Attributes:
         max_steps: the largest size of the batches' second axis.
         pad_to: as for `cohort_rounds`.
-        items_per_round: the average number of examples in a round, local epochs included; estimated
-            from at most 1,000 clients.
+        items_per_round: the average number of examples in a round, local epochs included.
         num_clients: the size of the population: `client_ids` are below it.
-        chunk_size: as for `cohort_rounds`; only the order of a round's clients depends on it.
+        chunk_size: as for `cohort_rounds`.
         item_unit: `"examples"`, the unit of `items_per_round`.
         shapes: a round's `Cohort` of `jax.ShapeDtypeStruct`.
-        settings: the settings that a stream must have to restore a state of this one, without
-            `num_devices` and `chunk_size`. A list of clients and the sampler's weights are
-            identified by a checksum; arrays and lazily generated populations by their size and a
-            checksum of at most 1,000 entries; data sets and functions by name.
+        settings: the settings that a stream must have to restore a state of this one. Populations,
+            arrays and weights are identified by checksums, data sets and functions by name.
     """
 
     item_unit = "examples"

@@ -21,10 +21,8 @@ def balanced_order(
 ) -> Int64[np.ndarray, " clients"]:
     """Order clients so that devices with equal blocks of them finish at nearly the same time.
 
-    Clients are sorted by size and split into chunks, as a chunk takes as long as its longest
-    client. Each chunk, the largest first, goes to the device with room that has the least work so
-    far. All devices get the same number of clients, as a sharded axis requires, each its largest
-    first.
+    Clients are sorted by size and split into chunks. Each chunk, the largest first, goes to the
+    device with room that has the least work so far. All devices get the same number of clients.
 
     Args:
         num_steps: integers `[clients]`, each client's local steps, or any other measure of its
@@ -32,10 +30,10 @@ def balanced_order(
         num_devices: the size of the mesh's `clients` axis.
         chunk_size: the number of clients that a device runs at once.
         homes: integers `[clients]`, the device that has a client's row of a `ClientStore`
-            (`fedpax.clients.home_devices`); negative: any device. Clients then go to these devices;
-            a device with too many passes some to the next one, around the ring. Clients away from
-            home are the last of a block, the farthest at the end. If the last device would finish
-            more than 2% later, `homes` has no effect. Default None: rows do not matter.
+            (`fedpax.clients.home_devices`); negative: any device. Clients then go to these devices,
+            or to the next ones around the ring; clients away from home are the last of a block. If
+            the last device would finish more than 2% later, `homes` has no effect. Default None:
+            rows do not matter.
 
     Returns:
         int64 `[clients]`: `order[k]` is the client at position k. Device d has the positions from
@@ -50,12 +48,10 @@ def balanced_order(
         >>> order = balanced_order([1, 9, 2, 3, 4, 5], num_devices=2)
         >>> order.tolist()  # 9 + 3 + 1 steps, 5 + 4 + 2 steps
         [1, 3, 0, 5, 4, 2]
-        >>> balanced_order([2, 2, 2, 2], num_devices=2, homes=[1, 0, 1, 1]).tolist()
-        [1, 2, 0, 3]
 
     Reference:
-        Graham. Bounds on Multiprocessing Timing Anomalies. SIAM Journal on Applied Mathematics
-        17(2), 1969; here with the same number of clients on every device.
+        Graham, SIAM Journal on Applied Mathematics 17(2), 1969; here with the same number of
+        clients on every device.
     """
     work = _check(num_steps, num_devices, chunk_size)
     if homes is None or num_devices == 1:

@@ -157,8 +157,8 @@ def heldout_token_batches(
             frame.
         batch_size: rows per batch.
         seq_len: tokens per row.
-        max_tokens: use only this many tokens, in rows evenly spaced over the split. Default None:
-            all.
+        max_tokens: use only this many tokens, in rows evenly spaced over the split. Default
+            None: all.
         field: the field with the text, a string or UTF-8 bytes; or a `Conversation`.
         tokenizer: the tokenizer.
 

@@ -22,8 +22,7 @@ class Mixture:
     """Data sets that are read together, each with a weight.
 
     Weights are shares of the tokens, and need not sum to 1. A weight is a number, or ascending
-    points `(round, weight)`: linear between two points, constant outside. Two points at one round
-    are a jump.
+    points `(round, weight)`: linear between two points, constant outside.
 
     Args:
         sources: the data sets by name, each as `token_rounds` takes it.

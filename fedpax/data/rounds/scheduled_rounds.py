@@ -11,8 +11,7 @@ class ScheduledRounds:
 
     Args:
         cohorts: the stream of cohorts.
-        attach: `(cohort, round) -> cohort`, with rounds counted from 0. It adds a schedule, sets
-            weights or augments images, for example.
+        attach: `(cohort, round) -> cohort`, with rounds counted from 0.
 
     Example:
         >>> import numpy as np

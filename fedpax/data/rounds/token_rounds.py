@@ -74,8 +74,7 @@ def token_rounds(
 
     Row n of the run, counted step by step and within a step island by island, depends on the seed,
     the sources, `seq_len`, `shuffle_tokens`, `num_shards` and n alone: methods with equal
-    `num_shards` train on the same tokens. A run can resume with another number of processes,
-    devices or islands.
+    `num_shards` train on the same tokens.
 
     Args:
         source: the documents: a source from `load`, a list of dicts, a `grain.MapDataset` of dicts,
@@ -86,15 +85,14 @@ def token_rounds(
         seq_len: tokens per row.
         seed: the random seed of all orders.
         partition: the indices of each island's documents, as the `partition_...` functions return
-            them: `partition_by_field(source, "client", islands)`. Rows are then counted by island.
-            Default None: islands share all documents.
+            them. Rows are then counted by island. Default None: islands share all documents.
         shuffle_tokens: the window within which rows of a data set (or an island's part) are
-            shuffled, in tokens, at most one epoch. It takes 4 to 13 bytes per token, divided among
-            the processes. With 1, rows of a shard are not shuffled.
-        num_shards: parts of a data set (or of an island's part) that are read separately. Processes
-            read nothing twice if the rows of a step divide it. A smaller divisor is used where
-            shards would have fewer than 64 documents. Default None: the number of rows in a step
-            (of an island, with a partition), or in the state that is restored.
+            shuffled, in tokens. It takes 4 to 13 bytes per token, divided among the processes. With
+            1, rows of a shard are not shuffled.
+        num_shards: parts of a data set (or of an island's part) that are read separately. A smaller
+            divisor is used where shards would have fewer than 64 documents. Default None: the
+            number of rows in a step (of an island, with a partition), or in the state that is
+            restored.
         field: the field with the text, a string or UTF-8 bytes; or a `Conversation`.
         tokenizer: the tokenizer.
         rows: the rows that this process needs, bool `[islands, local_steps, batch_size]`, from
@@ -121,11 +119,6 @@ def token_rounds(
         >>> cohort = next(rounds)
         >>> cohort.batches["inputs"].shape
         (2, 3, 1, 8)
-        >>> state = rounds.get_state()
-        >>> following = next(rounds)
-        >>> rounds.set_state(state)
-        >>> bool((next(rounds).batches["inputs"] == following.batches["inputs"]).all())
-        True
     """
     shape = (islands, local_steps, batch_size, seq_len)
     names = ("islands", "local_steps", "batch_size", "seq_len")

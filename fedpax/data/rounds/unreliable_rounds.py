@@ -146,8 +146,7 @@ def unreliable_rounds(
 
     seconds, unless it drops out. The round takes the first `num_reports` reports until the
     deadline. Every other client has `num_steps` 0, `num_examples` 0 and `client_ids` -1: it has no
-    weight, and its state does not change. In a round without a report the mean update is 0.
-    Over-selection is a cohort larger than `num_reports`.
+    weight, and its state does not change.
 
     Args:
         rounds: the result of `cohort_rounds`.
@@ -179,8 +178,8 @@ def unreliable_rounds(
         ([-1, 0, 1, 2], 3.0)
 
     Reference:
-        Bonawitz et al., Towards Federated Learning at Scale: System Design, arXiv:1902.01046,
-        sections 2.2 and 9 (over-selection by 30%, 6% to 10% of devices drop out).
+        Bonawitz et al., arXiv:1902.01046, sections 2.2 and 9 (over-selection by 30%, 6% to 10% of
+        devices drop out).
     """
     if not isinstance(rounds, CohortRounds):
         raise ArgumentTypeError(

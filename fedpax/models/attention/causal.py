@@ -41,16 +41,14 @@ def causal_attention(
 
     The implementations:
 
-    - "einsum": two einsums. Longer sequences that 512 divides run by blocks of 512 queries, so
-      scores of [seq_len, seq_len] never exist.
+    - "einsum": two einsums, by blocks of 512 queries for longer sequences that 512 divides.
     - "xla": `jax.nn.dot_product_attention`, with all scores at once.
     - "cudnn": the flash attention of the same function, for NVIDIA GPUs, float16 or bfloat16.
-    - "splash": JAX's flash attention kernel for TPUs, which skips blocks that are fully masked. On
-      a mesh each device runs it on its own rows and heads.
+    - "splash": JAX's flash attention kernel for TPUs, which skips blocks that are fully masked.
     - "auto", the first that applies: `fedpax.ops.ring_attention` where the mesh shards sequences by
       an automatic axis `sequence`; "splash" on TPU, for sizes that `splash_supports`; "cudnn" on
-      GPU, for dtypes of two bytes and a head_dim of 8, 16, ... 128; "einsum". The platform is the
-      mesh's in context, also if the program is only compiled for it, or else JAX's default.
+      GPU, for dtypes of two bytes and a head_dim of 8, 16, ... 128; "einsum". The platform is that
+      of the mesh in context, or else JAX's default.
 
     Args:
         query: `[batch, seq_len, num_heads, head_dim]`.
@@ -67,8 +65,7 @@ def causal_attention(
         The shape and dtype of `query`.
 
     Raises:
-        ValueError: "splash" or "cudnn" does not support these sizes or this dtype, or was chosen
-            on another platform than its own.
+        ValueError: "splash" or "cudnn" does not support these sizes, this dtype or this platform.
 
     Example:
         >>> x = jax.random.normal(jax.random.key(0), (1, 3, 2, 4))

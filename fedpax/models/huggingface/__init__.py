@@ -1,8 +1,7 @@
 """Weights in Hugging Face folders: config.json and safetensors files.
 
-`load` reads a folder of Llama, Mistral, Mixtral or Qwen3 shape as a `TransformerConfig` and the
-transformer's parameters; `save` writes such a folder, which the package transformers can read. The
-package safetensors must be installed: `pip install "fedpax[huggingface]"`.
+`load` reads a folder of Llama, Mistral, Mixtral or Qwen3 shape, and `save` writes one, which the
+package transformers can read. Both need `pip install "fedpax[huggingface]"`.
 """
 
 from fedpax.models.huggingface.read_model import load, load_config, load_params

@@ -88,13 +88,12 @@ def load_config(folder: str | Path) -> TransformerConfig:
     Returns:
         The configuration. `dtype` is the one that config.json names, and float32 in place of
         float16. `head_dim` is None where it is embed_dim / num_heads. Options of execution, such as
-        `remat`, have their defaults; change them with `dataclasses.replace`.
+        `remat`, have their defaults.
 
     Raises:
         FileNotFoundError: the folder or config.json does not exist.
         ValueError: config.json is damaged, needs a feature that the transformer does not have, or
-            has another size than the tensors in the folder's files, if it has any. The message
-            names the entry, its value and the supported values.
+            has another size than the tensors in the folder's files, if it has any.
     """
     entries, source = read_entries(folder)
     check_entries(entries, source, existing_folder(folder))
@@ -111,8 +110,7 @@ def load_params(
 ) -> Params:
     """Read the parameters of a Hugging Face folder.
 
-    Shards are read from the files and sent to their devices one after another: the host needs
-    memory for one shard of one parameter, with all its layers.
+    Shards are read one after another: the host needs memory for one shard of one parameter.
 
     Args:
         folder: as in `load`.

@@ -47,8 +47,7 @@ def save(
 ) -> None:
     """Write a transformer as a Hugging Face folder.
 
-    `load` returns the same parameters, bit by bit, and transformers reads the folder. The host
-    needs memory for one file at a time.
+    `load` returns the same parameters, bit by bit. The host needs memory for one file at a time.
 
     Args:
         folder: the folder. It is created if it does not exist, and must not hold a model already.
@@ -56,9 +55,8 @@ def save(
         params: its parameters, sharded or not. They keep their dtypes.
         max_shard_bytes: most bytes of a file, unless one tensor is larger. One file is
             model.safetensors; several are listed in model.safetensors.index.json.
-        original_folder: the Hugging Face folder that the model was loaded from. Its config.json is
-            written, with the entries that the transformer does not use, such as eos_token_id.
-            Default None: write the entries that describe the model.
+        original_folder: the Hugging Face folder that the model was loaded from, whose config.json
+            is written. Default None: write the entries that describe the model.
 
     Raises:
         FileExistsError: the folder holds a model already.

@@ -102,9 +102,8 @@ def fedyogi_shakespeare() -> FedAvgCharacters:
     characters. The loss of a batch is the mean over its characters, without padding.
 
     Reference:
-        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, section 5 and appendix. The
-        vocabulary and the rows: the authors' code, TensorFlow Federated,
-        research/optimization/shakespeare.
+        Reddi et al., arXiv:2003.00295, section 5 and appendix. The vocabulary and the rows: the
+        authors' code, TensorFlow Federated, research/optimization/shakespeare.
     """
     return FedAvgCharacters(
         dataset="federated_shakespeare",

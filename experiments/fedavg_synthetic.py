@@ -136,7 +136,7 @@ def fedavg_synthetic() -> FedAvgSynthetic:
     variance of their inputs.
 
     Reference:
-        Li et al., Federated Optimization in Heterogeneous Networks, arXiv:1812.06127, section 5.1.
+        Li et al., arXiv:1812.06127, section 5.1.
     """
     return FedAvgSynthetic(
         population=FedProxClients(),

@@ -210,8 +210,8 @@ def fedadam_stackoverflow() -> FedAvgWords:
     words. The loss of a batch is the mean over its words, without padding.
 
     Reference:
-        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, section 5 and appendix. The
-        best learning rates and tau, and the weights: the authors' code, google-research/federated,
+        Reddi et al., arXiv:2003.00295, section 5 and appendix. The best learning rates and tau, and
+        the weights: the authors' code, google-research/federated,
         optimization/docs/hyperparameters.md and optimization/stackoverflow.
     """
     return FedAvgWords(

@@ -32,10 +32,9 @@ def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
     Returns:
         One line per program. With a mesh, one line per placement follows: the mesh axis that shards
-        its participants. Then one line per placement and phase with a loop: its numbers of maps and
-        reductions, and its chunk size, then a line for each stored value, with its type and the
-        reason, and for each state of clients in a store's rows. Last, a line for each placed value
-        that a mapped function closes over: every participant reads the values of all.
+        its participants. Then one line per placement and phase with a loop, a line for each stored
+        value, with its type and the reason, and for each state of clients in a store's rows. Last,
+        a line for each placed value that a mapped function closes over.
 
     Example:
         >>> import jax.numpy as jnp

@@ -23,11 +23,10 @@ class Transfer(NamedTuple):
     """A value that each participant receives from the server, or sends to it.
 
     `name` is the path of an argument or of a mapped function's result, or "computed from" such a
-    path (`fedpax.transforms.value_names`), and `type` is one participant's. `operation` is
-    "broadcast", "sum", "mean", "max", "min", "gather" (a value that the server reads from all
-    participants, as for a median), or "exchange" (between participants). `num_bytes`, of one
-    participant and one execution, count the terms of a reduction in the dtype in which they are
-    accumulated, `sent_bytes` after compression.
+    path, and `type` is one participant's. `operation` is "broadcast", "sum", "mean", "max", "min",
+    "gather" (the server reads all participants' values), or "exchange". `num_bytes`, of one
+    participant and one execution, count terms in the dtype in which they are accumulated,
+    `sent_bytes` after compression.
     """
 
     name: str
@@ -75,12 +74,11 @@ class Cost:
 
     Attributes:
         placements: the costs of a participant, by the name of its placement.
-        server_flops: floating-point operations outside the participants. Each reduction counts one
-            for each entry of each participant.
+        server_flops: floating-point operations outside the participants.
         peak_bytes: peak memory of a device in the compiled program: arguments, results, the values
             in between and code.
-        flops_are_exact: False if a loop with FLOPs, broadcasts or reductions has a number of steps
-            that is known only at run time, as with `Cohort.num_steps`; its body counts once.
+        flops_are_exact: False if a loop's number of steps is known only at run time; its body
+            counts once.
     """
 
     placements: dict[str, PlacementCost]

@@ -38,12 +38,10 @@ def chunked_cross_entropy(
     """Compute the mean of -log softmax(logits)[target] with logits = features table^T.
 
     Each device computes the logits of `tokens_per_chunk` tokens, their loss and its gradient, then
-    those of the next chunk. The float32 logits of all tokens never exist at once, and the backward
-    pass needs none.
+    those of the next chunk: the float32 logits of all tokens never exist at once.
 
-    On a mesh that shards tokens, each device sums the table's gradient over its own tokens, and
-    one reduction at the end adds these sums. On a mesh that shards the vocabulary, the logits stay
-    sharded.
+    On a mesh that shards tokens, one reduction at the end adds the table's gradients. On a mesh
+    that shards the vocabulary, the logits stay sharded.
 
     There is no forward-mode derivative; `fedpax.models.losses.cross_entropy` has one.
 

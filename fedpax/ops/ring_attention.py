@@ -38,15 +38,13 @@ def ring_attention(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Compute causal attention over a sequence that is sharded over a mesh axis.
 
-    Each device keeps its queries. Keys and values pass from neighbor to neighbor around the ring:
-    each device sees all n shards in n steps; with a sliding window, they go only as far as a query
-    can attend. Softmax accumulates block by block in float32, and a device stores at most
-    [tokens per device, block] scores per head. The backward pass goes around the ring once more and
-    recomputes the scores from inputs, outputs and logarithms of the softmax denominators.
+    Each device keeps its queries. Keys and values pass from neighbor to neighbor around the ring,
+    in n steps, or with a sliding window only as far as a query can attend. Softmax accumulates
+    block by block in float32, and a device stores at most [tokens per device, block] scores per
+    head. The backward pass goes around the ring once more and recomputes the scores.
 
     With a contiguous causal split the last device has work in every step and the first in one. With
-    `balanced`, each device instead computes on one early and one late part of 2 n parts, exchanged
-    before and after: all devices then have half of the last one's work.
+    `balanced`, each device computes on one early and one late part of 2 n parts instead.
 
     On a mesh without the axis, or with one device along it, this is blockwise attention on each
     device. The axis must be automatic. There is no forward-mode derivative.
@@ -56,16 +54,14 @@ def ring_attention(
         key: `[batch, seq_len, num_kv_heads, head_dim]`, already rotated. Query head h uses key
             head h // (num_heads / num_kv_heads).
         value: as `key`.
-        segments: int32 `[batch, seq_len]` or `[1, seq_len]`, the document of each token in a
-            packed sequence. A token attends to its own document alone. Default None: one document
-            per row.
+        segments: int32 `[batch, seq_len]` or `[1, seq_len]`, the document of each token in a packed
+            sequence. Default None: one document per row.
         sliding_window: number of tokens that a token attends to: itself and those just before it.
             Default None: all earlier tokens.
         axis: the mesh axis that shards the sequence.
-        block: maximum number of keys whose scores exist at once. The largest divisor of the tokens
-            per device up to this number is used.
-        balanced: whether to balance the work, see above. Default None: without a sliding window,
-            if the other devices hold at least 16,384 tokens.
+        block: maximum number of keys whose scores exist at once.
+        balanced: whether to balance the work. Default None: without a sliding window, if the other
+            devices hold at least 16,384 tokens.
 
     Returns:
         The shape and dtype of `query`.

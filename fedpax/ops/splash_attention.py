@@ -37,10 +37,8 @@ def splash_attention(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Compute causal attention by the kernel; see `fedpax.models.attention.causal_attention`.
 
-    On a mesh it runs in a `jax.shard_map` that is manual over the model's axes, those named in
-    `fedpax.parallel.axes.RULES`, unless they are manual already. They shard the batch and the
-    heads; each device has whole sequences. Arguments are as in `causal_attention`; `interpret` runs
-    the kernel on any platform, slowly, for tests.
+    On a mesh it runs in a `jax.shard_map` over the axes in `fedpax.parallel.axes.RULES`, which
+    shard the batch and the heads. `interpret` runs the kernel on any platform, slowly, for tests.
 
     Raises:
         ValueError: the kernel does not support these sizes; see `splash_supports`.

@@ -13,8 +13,7 @@ def overlap_options(mesh: Mesh) -> dict[str, str]:
     """Return the compiler options with which transfers between slices overlap with local steps.
 
     On several slices of v5e, the TPU compiler can complete an all-gather between slices before the
-    local steps that should hide it, because it fuses all-gathers with other operations. The option
-    forbids this fusion, also within an island. Other devices need no options.
+    local steps that should hide it. The option forbids this. Other devices need no options.
 
     Args:
         mesh: the mesh that the program runs on.
@@ -65,8 +64,8 @@ def simulate_devices(count: int, *, subgroups: bool = True) -> None:
     Args:
         count: number of devices, from 1 to 1,024.
         subgroups: whether collectives can run over subgroups of the devices, as on a mesh of
-            several axes. With False there is one worker thread per device, and programs of many
-            small operations, such as a client's steps, are two to three times as fast.
+            several axes. With False, programs of many small operations are two to three times as
+            fast.
 
     Raises:
         ValueError: if `count` is below 1 or above 1,024.

@@ -109,8 +109,7 @@ class MeshConfig:
     """Sizes of the mesh's axes, in their order; one size can be -1: all remaining devices.
 
     The axes of placements are islands and clients; the others shard the model and the batch. A size
-    that is not stated (None) follows from the experiment and the devices, as
-    `fedpax.parallel.mesh_sizes.follow` describes; in `make` it is 1.
+    that is not stated (None) follows as in `fedpax.parallel.mesh_sizes.follow`; in `make` it is 1.
 
     Attributes:
         islands: groups of devices that share the islands of a round.
@@ -128,8 +127,6 @@ class MeshConfig:
     Example:
         >>> MeshConfig(islands=4, fsdp=2).size
         8
-        >>> MeshConfig(islands=4, fsdp=2).stated
-        {'islands': 4, 'fsdp': 2}
         >>> mesh = MeshConfig(fsdp=-1).make()
         >>> mesh.shape["fsdp"] == jax.device_count(), mesh.shape["clients"]
         (True, 1)
@@ -172,9 +169,8 @@ class MeshConfig:
     def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """Make the mesh; all its axes are automatic.
 
-        The mesh has all axes of the configuration, also axes of size 1, so that
-        `PartitionSpec("clients")` is valid on every mesh. An axis of size 1 changes neither the
-        compiled program nor its memory.
+        The mesh has all axes of the configuration, also of size 1, so that
+        `PartitionSpec("clients")` is valid on every mesh.
 
         Args:
             devices: as in `make_mesh`. If all sizes are 1, the mesh is the first device alone.

@@ -92,17 +92,14 @@ def run_pipeline(
     Without a pipeline, this is a `jax.lax.scan` over the layers of the whole batch: on a mesh
     without the axis or with one device along it, and inside a `jax.shard_map` over it.
 
-    With a pipeline, the axis must be automatic, and it alone becomes manual: other axes still
-    shard the batch, and the layers within a stage. The batch axis of the features is sharded over
-    `axis` as well (rule "batch"), on the way in and out, so that the stages divide the embeddings
-    and the logits instead of repeating them. Microbatches move around the ring of stages: the first
-    stage takes new ones from it and returns finished ones to it. A device never holds more than its
-    shard of the batch and two microbatches.
+    With a pipeline, the axis must be automatic, and it alone becomes manual: other axes still shard
+    the batch, and the layers within a stage. The batch axis of the features is sharded over `axis`
+    as well (rule "batch"), on the way in and out. Microbatches move around the ring of stages. A
+    device never holds more than its shard of the batch and two microbatches.
 
-    Parameters never move between stages. With num_repeats > 1 their order on the stages is not
-    the order of the layers, so they are stored as [num_repeats, layers / num_repeats, ...] with
-    logical axes ("repeats", "layers", ...), the second one sharded over `stage`: the same numbers
-    in the same order as [layers, ...].
+    Parameters never move between stages. With num_repeats > 1 they are stored as [num_repeats,
+    layers / num_repeats, ...] with logical axes ("repeats", "layers", ...), the second one sharded
+    over `stage`: the same numbers in the same order as [layers, ...].
 
     Args:
         layer_fn: one layer, `layer_fn(x, params, side_inputs) -> (x, auxiliary)`, which must not
@@ -113,19 +110,17 @@ def run_pipeline(
         x: features [batch, ...].
         side_inputs: further inputs of the layers, such as segments, a pytree of arrays. [batch,
             ...] are divided into microbatches as x is; [1, ...] are passed unchanged.
-        num_microbatches: microbatches of the batch, a multiple of the number of stages. A larger
-            number makes the bubble smaller, and each matmul smaller.
+        num_microbatches: microbatches of the batch, a multiple of the number of stages.
         num_repeats: blocks of layers on each stage. Default 1: GPipe.
         axis: name of the pipeline's mesh axis.
         remat: transforms `layer_fn` so that it stores fewer residuals, such as
             `functools.partial(jax.checkpoint, prevent_cse=False)`. Default None: store all
-            residuals, except in a pipeline with num_repeats > 1, which uses `jax.checkpoint`:
-            otherwise JAX would store a copy of a block's parameters for each tick.
+            residuals, except in a pipeline with num_repeats > 1, which uses `jax.checkpoint`.
         unroll: unroll factor of the scan over layers.
 
     Returns:
         The features [batch, ...], and the auxiliary scalars, summed over layers and averaged over
-        microbatches. A scalar that is not a mean over examples changes with num_microbatches.
+        microbatches.
 
     Raises:
         ValueError: if num_microbatches does not divide the batch, or the number of stages does not

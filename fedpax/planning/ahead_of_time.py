@@ -43,8 +43,8 @@ def plan_experiment(
         experiment: the experiment.
         topology: the devices to compile for.
         exp: name of the experiment in the report. Default "": the name of its class.
-        slice_bandwidth: bytes per second out of a slice, for the time that transfers stay exposed.
-            Default None: the published bandwidth of its chips together.
+        slice_bandwidth: bytes per second out of a slice. Default None: the published bandwidth of
+            its chips.
         program_file: path to write the compiled text to. Default None: do not write it.
         progress: called with a line of text at each stage of the work.
 

@@ -129,15 +129,14 @@ class CompiledPlan(NamedTuple):
     Attributes:
         axes: the mesh axes of more than one device; the first axis on a mesh of one device.
         memory: memory needed on a device.
-        matmul_flops: FLOPs of a device's matmuls and convolutions in a round, in the compiled
-            program, recomputation included.
+        matmul_flops: FLOPs of a device's matmuls and convolutions in a round, recomputation
+            included.
         int8_flops: the part of them with 8-bit integer operands.
         fp8_flops: the part of them with 8-bit float operands.
         memory_traffic: bytes that a device reads from and writes to its memory in a round.
         host_transfers: bytes that a device exchanges with the host's memory in a round.
         uncounted_kernels: names of kernels that do not state their FLOPs; they count as 0.
-        unknown_trip_counts: names of loops whose trip count is known only at run time; their bodies
-            count once.
+        unknown_trip_counts: names of loops of unknown trip count, whose bodies count once.
         collectives: the collectives of the compiled program.
         roofline: lower bounds on the time of a round; None if the chip's specifications are
             unknown.
@@ -188,8 +187,8 @@ class CompiledPlan(NamedTuple):
     ) -> int:
         """Sum the bytes of the operands that a device passes to collectives in a round.
 
-        A device can send more: in a ring all-reduce over n devices, 2 (n - 1) / n times the
-        operand. The bounds on time (`min_seconds`) include this factor.
+        In a ring all-reduce over n devices, a device sends 2 (n - 1) / n times the operand; bounds
+        on time include this factor.
 
         Args:
             network: count collectives over this network alone, such as `DCN`. Default None: all.
@@ -220,7 +219,8 @@ class CompiledPlan(NamedTuple):
     def bandwidth_for_overlap(self) -> float | None:
         """DCN bandwidth per chip, in bytes per second, that DCN collectives need to be hidden.
 
-        They then take as long as the largest other bound. None: no DCN, or an unknown chip.
+        Collectives over DCN then take as long as the largest other bound. None: no DCN, or an
+        unknown chip.
         """
         chip = self.topology.chip
         if self.roofline is None or chip is None or DCN not in self.roofline.network_seconds:

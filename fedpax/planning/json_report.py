@@ -13,8 +13,7 @@ from fedpax.planning.topology import DCN
 def to_json(plan: CompiledPlan) -> dict[str, Any]:
     """Convert a plan to values that JSON can represent: plain numbers; unknown ones are None.
 
-    Bytes of collectives are the bytes of their operands (`CompiledPlan.operand_bytes`), and
-    `bytes_out_of_slice` are the bytes that leave a slice.
+    Bytes of collectives are the bytes of their operands (`CompiledPlan.operand_bytes`).
     """
     topology, chip = plan.topology, plan.topology.chip
     return {

@@ -67,9 +67,9 @@ def find_topology(name: str, slices: int = 1) -> Topology:
     """Find the devices of a topology.
 
     Args:
-        name: a TPU and its chips along each dimension of a slice, such as "v5p:4x8x8" or
-            "v5e:16x16"; it needs the package `libtpu`, and no TPU. Or "cpu:8" for 8 simulated
-            devices of this process, or "gpu" for the GPUs of this machine.
+        name: a TPU and its chips along each dimension of a slice, such as "v5p:4x8x8"; it needs the
+            package `libtpu`, and no TPU. Or "cpu:8" for 8 simulated devices, or "gpu" for the GPUs
+            of this machine.
         slices: number of slices, joined by the data center's network.
 
     Raises:

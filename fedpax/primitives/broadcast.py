@@ -58,7 +58,7 @@ def federated_broadcast(x: ArrayTree, *, placement: str | None = None) -> ArrayT
         [[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]]
 
     Reference:
-        Rush et al., Federated Automatic Differentiation, arXiv:2301.07806, section 3.
+        Rush et al., arXiv:2301.07806, section 3.
     """
     target = resolve_placement("federated_broadcast", placement).placement
     leaves, tree = jax.tree.flatten_with_path(x)

@@ -77,9 +77,7 @@ def federated_min(x: Tree, *, placement: str | None = None) -> Tree: ...
 def federated_min(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
     """Take the elementwise minimum over participants: `out = min_i x[i]`.
 
-    The result is NaN where a participant's value is NaN. The gradient is divided equally among the
-    participants that attain the minimum, as in `jnp.min`. Of more than 128, it can miss
-    some of three or more whose values are rounded again in the backward pass.
+    NaN and the gradient are as in `federated_max`.
 
     Args:
         x: pytree of real arrays `[n, ...]`, placed.

@@ -64,10 +64,8 @@ def federated_mean(
     """Average over participants: `out = sum_i w[i] x[i] / sum_i w[i]`.
 
     A participant of weight 0 is absent: its value has no effect, also if it is NaN or infinite, and
-    then the derivative with respect to its weight is 0. If the weights sum to zero, the mean is 0,
-    not NaN: the methods of `fedpax.algorithms` then keep the model and the server optimizer's
-    momentum, unless the aggregator adds noise on the server. A NaN weight gives NaN. Negative
-    weights are used as given.
+    then the derivative with respect to its weight is 0. If the weights sum to zero, the mean is 0.
+    A NaN weight gives NaN. Negative weights are used as given.
 
     The weights are added up in float32 (float64 for float64 values). Outside of `jax.jit`, a sum
     above 3.4e38, or below 1.2e-38 and not 0, raises, and so does a mean whose products

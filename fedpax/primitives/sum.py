@@ -30,11 +30,10 @@ def federated_sum(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
         placement: name of the placement. Default None: the only placement of the program.
 
     Returns:
-        The same pytree with leaves `[...]`. The dtype follows `jnp.sum`: int32 for
-        smaller integers. float16 and bfloat16 are accumulated in float32 and rounded once. Inside
-        `jax.jit` a sum of signed integers beyond its dtype wraps around, as with `jnp.sum`; sum
-        floats where it can be. Unsigned integers are always summed modulo 2^32 (or 2^64), on which
-        secure aggregation relies.
+        The same pytree with leaves `[...]`. The dtype follows `jnp.sum`: int32 for smaller
+        integers. float16 and bfloat16 are accumulated in float32 and rounded once. Inside `jax.jit`
+        a sum of signed integers beyond its dtype wraps around, as with `jnp.sum`. Unsigned integers
+        are always summed modulo 2^32 (or 2^64).
 
     Raises:
         RuntimeError, TypeError: as in `federated_map`.

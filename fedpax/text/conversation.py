@@ -29,13 +29,12 @@ class Conversation:
     """The fields of an example with a prompt and its answer, or with a list of chat messages.
 
     It takes the place of the field's name in `token_rounds` and `heldout_token_batches`. The loss
-    is on answers alone. A conversation is split only if it is longer than a row.
+    is on answers alone.
 
-    With a chat template, the document is the text that the template writes, in which the names of
-    special tokens are these tokens. Targets are what follows the template's generation prompt, up
-    to the token that ends the turn. A message that spells a special token raises. Without a
-    template, the document is the prompt directly followed by the answer, and targets are the answer
-    and the separator behind it.
+    With a chat template, the document is the text that the template writes. Targets are what
+    follows the template's generation prompt, up to the token that ends the turn. A message that
+    spells a special token raises. Without a template, the document is the prompt directly followed
+    by the answer, and targets are the answer and the separator behind it.
 
     Args:
         prompt: the field with the prompt, a text.

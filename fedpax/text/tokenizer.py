@@ -73,10 +73,9 @@ BYTE_TOKENIZER = Tokenizer("bytes", VOCAB_SIZE, SEPARATOR, encode, decode)
 def load_tokenizer(name: str, *, end_of_document: str | None = None) -> Tokenizer:
     """Load a tokenizer.
 
-    Tokens are of the text alone. The file's truncation, padding, dropout, and added tokens
-    and spaces have no effect, and a text that spells a special token has the tokens of these
-    characters. A normalizer, such as lower case, applies only if the vocabulary does not spell
-    every text without it. A warning is logged if decoding does not give back a text.
+    Tokens are of the text alone: the file's truncation, padding, dropout, added tokens and spaces
+    have no effect, and a text that spells a special token has the tokens of these characters. A
+    warning is logged if decoding does not give back a text.
 
     Args:
         name: `"bytes"`, or the path of a file: a `tokenizer.json`, as published with many models
@@ -85,8 +84,7 @@ def load_tokenizer(name: str, *, end_of_document: str | None = None) -> Tokenize
         end_of_document: the name of the token that separates documents, such as "<|im_end|>".
             Default None: `eos_token` of the tokenizer_config.json beside the file, else
             `eos_token_id` of config.json or generation_config.json there, else the file's only
-            special token (unless it is padding, or a mask) or the SentencePiece model's end of a
-            sentence.
+            special token.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -271,8 +269,7 @@ def train_tokenizer(
         ValueError: `vocab_size` is below 257.
 
     Reference:
-        Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units",
-        arXiv:1508.07909, section 3.2.
+        Sennrich et al., arXiv:1508.07909, section 3.2.
     """
     if vocab_size <= VOCAB_SIZE:
         raise ArgumentError(

@@ -24,8 +24,8 @@ from fedpax.transforms.marks import SENT
 class CodedStage:
     """A stage whose terms are decoded by the server.
 
-    The participant (`head`) ends with the encoded words of a compressed mean and what else the
-    terms need, `values`; the server decodes them (`tail`).
+    The participant (`head`) ends with encoded words and other `values`; the server decodes
+    (`tail`).
     """
 
     def __init__(

@@ -106,8 +106,7 @@ def program(
 
     The decorated function takes and returns pytrees of arrays. It can be jitted, differentiated,
     batched, and called in other programs. A mesh axis with the name of a placement shards the
-    participants (a similar name, such as `client`, gives a UserWarning). Without one, each device
-    computes all: `fedpax.explain` states the axes.
+    participants (a similar name, such as `client`, gives a UserWarning).
 
     Args:
         unparenthesized: not an option; it detects `@fedpax.program` without parentheses.
@@ -121,8 +120,7 @@ def program(
 
     Returns:
         A decorator that returns a `Program`. Without `jax.jit` around it, every call traces the
-        function again, because values that it closes over can change. The compiled code is cached
-        in both cases.
+        function again; the compiled code is cached in both cases.
 
     Raises:
         RuntimeError: at the call: an argument was donated to an earlier call.
@@ -143,8 +141,6 @@ def program(
         ...     return fedpax.federated_mean(fedpax.federated_map(lambda x: (w - x) ** power, x))
         >>> jax.jit(jax.grad(loss))(1.0, jnp.array([2.0, 4.0])).item()
         -4.0
-        >>> loss(1.0, jnp.array([2.0, 4.0]), power=3).item()
-        -14.0
     """
     if unparenthesized is not None:
         raise ArgumentTypeError(

@@ -3,8 +3,7 @@
 It imports NumPy alone, to be copied to a device without fedpax.
 
 Reference:
-    Canonne, Kamath and Steinke, The Discrete Gaussian for Differential Privacy, arXiv:2004.00010,
-    algorithms 2 and 3.
+    Canonne, Kamath and Steinke, arXiv:2004.00010, algorithms 2 and 3.
 """
 
 import math

@@ -310,8 +310,7 @@ def stages(
 ) -> Stages:
     """Divide a program into the parts of the server and of one participant.
 
-    The parts run where no process holds the values of all participants: as a batch job, or on
-    devices with their own data. A participant reads values of six kinds:
+    The parts run where no process holds the values of all participants. A participant reads:
 
     - shared: values of the server, the same for all.
     - rows: its row of a value that the server has for all participants, such as a random key.
@@ -324,8 +323,8 @@ def stages(
     - kept: its new state, a result that replaces the own argument at the same position, of the same
       structure and types: `(state, cohort) -> (state, metrics)`.
 
-    Sums, means, maxima and minima are over the participants that answer: a mean is divided by the
-    sum of their weights, or by their number. Rows that the server reads have zeros for the others.
+    Reductions are over the participants that answer: a mean is divided by the sum of their weights,
+    or by their number. Rows that the server reads have zeros for the others.
 
     Args:
         program: a function decorated with `fedpax.program`, or a function that calls one, for

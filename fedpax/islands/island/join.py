@@ -68,14 +68,12 @@ def join(
     The number of rounds is the syncer's: `training.rounds` has no effect, and an island whose run
     is finished asks whether there are more.
 
-    The processes of `jax.distributed` form one island: all of them must call this function, with a
-    folder that all of them see. Only process 0 connects to the syncer. If one ends or is silent,
-    the others exit with status 75.
+    The processes of `jax.distributed` form one island: all of them must call this function, with
+    one folder. If one ends or is silent, the others exit with status 75.
 
-    The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` (model, inner
-    optimizer, position in the data, unsent progress) and `island.json`. An island that is killed
-    returns with its shard, its last checkpoint and the newest outer model. It loses the steps since
-    its last checkpoint or update.
+    The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` and
+    `island.json`. An island that is killed returns with its shard, its last checkpoint and the
+    newest outer model. It loses the steps since its last checkpoint or update.
 
     Args:
         experiment: the experiment. Its mesh is the mesh of this island; `islands` is set to 1.
@@ -87,10 +85,8 @@ def join(
         certificates: the folder of this site's certificate. Default None: no encryption.
         server_name: the name in the syncer's certificate. Default None: the host of `syncer`.
         allow_config_change: as in `fedpax.training.trainer.train`.
-        give_up_after: seconds without an answer after which a waiting island stops. Default 600.0;
-            at most 15 if the folder's run is finished.
-        heartbeat_timeout: the limit of `jax.distributed` for a silent process: after 40% of it, the
-            others exit. Default 100.0, as in JAX.
+        give_up_after: seconds without an answer after which a waiting island stops.
+        heartbeat_timeout: the limit of `jax.distributed` for a silent process, in seconds.
 
     Returns:
         The number of rounds of this island, and the reason for which the call stopped.
@@ -98,8 +94,7 @@ def join(
     Raises:
         ConfigurationError: the folder holds another configuration, or another process uses it; or
             the method cannot be divided into parts.
-        RefusedError: the syncer refuses this island, for example because it has another
-            experiment or other data.
+        RefusedError: the syncer refuses this island, for example for another experiment.
         NonFiniteError: the loss is not finite, and `training.stop_on_non_finite` is True.
         OSError: the certificates cannot be read.
         ValueError: the address is malformed, or certificates are missing or cannot be used.

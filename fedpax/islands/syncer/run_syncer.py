@@ -62,13 +62,11 @@ def run_syncer(
     """Serve the outer model of an experiment to islands, until all of its merges are done.
 
     No accelerator is needed. Each merge is saved before an island receives it: a killed syncer
-    resumes after its last merge, while the islands train on. The folder gets `config.json`,
-    `metrics.jsonl`, `tensorboard/`, `merges.jsonl`, `islands.json`, `syncer/` (the state after the
-    newest merge) and `checkpoints/` (the outer model).
+    resumes after its last merge. The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`,
+    `merges.jsonl`, `islands.json`, `syncer/` and `checkpoints/` (the outer model).
 
-    At the end, and in the folder of a finished run, the syncer answers until each island knows it,
-    for up to `goodbye_seconds`. A larger `training.rounds` continues a finished run. Islands take
-    over the number of rounds.
+    At the end, the syncer answers until each island knows it, for up to `goodbye_seconds`. A larger
+    `training.rounds` continues a finished run.
 
     Args:
         experiment: the experiment.
@@ -82,8 +80,8 @@ def run_syncer(
             take its shard. Default 1800.0.
         islands_per_certificate: the most islands of one certificate. Default 1.
         goodbye_seconds: seconds after the end in which islands can learn it. Default 60.0.
-        allow_older_state: whether the run may continue from a saved state that is older than the
-            newest merge in `merges.jsonl`, such as a restored copy. Default False.
+        allow_older_state: whether the run may continue from a state older than `merges.jsonl`, such
+            as a restored copy. Default False.
         limits: what each site may send. Default: no limit; malformed messages mute a site, and
             expel it in the end.
         guards: which updates are dropped before a merge. Default: none.

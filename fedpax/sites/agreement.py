@@ -293,17 +293,21 @@ class Agreement:
         who = Participants(
             everyone, everyone, {n: entry[0] for n, entry in everyone.items()}, total
         )
-        token = new_token()
+        token, stages, earlier = new_token(), question.stages, list[Any]()
 
         def answer(request: Request) -> tuple[Any, Any, list[int]] | None:
             header: dict[str, Any] = {"task": QUESTION, "settings": question.settings}
             header["num_clients"] = total
-            replies = self._calls.ask(question.stages, request, token, header, who, len(present))
-            if replies is None or len(without_faults(replies)) < len(present):
-                return None
-            return self._calls.merge(question.stages, request, replies, who)
+            reply = self._calls.compute(stages, request, earlier, who.slots)
+            if reply is None:
+                replies = self._calls.ask(stages, request, token, header, who, len(present))
+                if replies is None or len(without_faults(replies)) < len(present):
+                    return None
+                reply = self._calls.merge(stages, request, replies, who)
+            earlier.append(reply)
+            return reply
 
-        return drive(question.stages.run(*question.args), answer)
+        return drive(stages.run(*question.args), answer)
 
     def settle_types(self, types: Json | None, number: int, least: int) -> bool:
         """Decide the types of a batch: as the experiment has them, or as most sites do."""

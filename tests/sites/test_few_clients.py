@@ -46,6 +46,29 @@ def test_the_coordinator_waits_for_the_clients_of_krum(tmp_path: Path, notes: li
     assert evaluate(outcome.coordinator.params)["loss"] == pytest.approx(line["loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("bulyan", {"num_byzantine": 1}),
+        pytest.param("trimmed_mean", {"trim_fraction": 0.2}, marks=pytest.mark.slow),
+        pytest.param("krum", {"num_byzantine": 1, "num_selected": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_robust_means_of_tables_equal_training(
+    tmp_path: Path, name: str, settings: dict[str, float]
+) -> None:
+    """The statistics of columns are robust means too, which coordinators compute in two stages."""
+    sizes = {"a": (40, 25, 20), "b": (33, 21), "c": (21, 50)}
+    write_hospitals(tmp_path / "data", sizes)
+    fields = {"aggregator": aggregator(name, **settings), "rounds": 1}
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", **fields) for s in sizes}
+    outcome = run(experiment(**fields), sites, tmp_path / "runs")
+    whole = experiment(f"{tmp_path}/data/*/*.csv", **fields)
+    for leaf, other in zip(outcome.params, train_together(whole, 1), strict=True):
+        assert np.abs(other).max() > 1e-3  # it begins from 0
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
+
+
 def test_training_names_the_number_of_its_clients(tmp_path: Path) -> None:
     write_hospitals(tmp_path, {"a": (40, 25, 30)})
     words = r"num_byzantine=1 with 3 clients in all: expected at most 0\. .*or add clients, or"

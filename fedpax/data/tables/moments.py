@@ -221,9 +221,13 @@ def averages_program(
 
     @program(clients=num_clients)
     def aggregate(averages: Averages, counts: jax.Array) -> Averages:
-        scaled = federated_map(lambda x: jax.tree.map(lambda x: factor * x, x), averages)
+        def scale(averages: Averages, count: jax.Array) -> tuple[Averages, jax.Array]:
+            # A computed weight can be shown: Bulyan's server reads the weights.
+            return jax.tree.map(lambda x: factor * x, averages), jnp.maximum(count, 0)
+
+        scaled, weights = federated_map(scale, averages, counts)
         start = aggregator.init(jax.tree.map(lambda x: jnp.zeros(x.shape[1:]), averages))
-        combined: Averages = aggregator.aggregate(start, scaled, counts)[0]
+        combined: Averages = aggregator.aggregate(start, scaled, weights)[0]
         return jax.tree.map(lambda x: x / factor, combined)
 
     return aggregate

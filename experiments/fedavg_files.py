@@ -319,7 +319,7 @@ class FedAvgFiles(ClientExperiment):
     @property
     def _client_names(self) -> list[str]:
         opened = self.opened
-        pairs = zip(opened.names, opened.is_new, strict=True)
+        pairs = zip(opened.names, opened.is_new | opened.is_other, strict=True)
         return [f"{name} (new)" if is_new else name for name, is_new in pairs]
 
     def build(self) -> Run:

@@ -103,6 +103,7 @@ class OpenFiles(NamedTuple):
     heldout: Bool[np.ndarray, " examples"]  # whether an example of a training client is held out
     is_new: Bool[np.ndarray, " clients"]  # whether a client is held out with all its examples
     notes: tuple[str, ...]  # lines that tell what was read
+    is_other: Bool[np.ndarray, " clients"]  # whether a client is in the held-out split alone
 
     @property
     def training(self) -> Bool[np.ndarray, " examples"]:
@@ -199,7 +200,14 @@ def open_client_files(
             "examples, expected some to evaluate on. Set a larger --data.heldout_fraction or "
             "--data.heldout_clients."
         )
-    parts = [f"{int(heldout.sum()):,} held out within clients"]
+    is_other = np.zeros(len(names), np.bool_)
+    if heldout_split is not None:
+        is_other = np.bincount(owners[~chosen], minlength=len(names)) == 0
+    of_others = int((heldout & is_other[owners]).sum())
+    parts = [f"{int(heldout.sum()) - of_others:,} held out within clients"]
+    if of_others:
+        others = count_of(int((is_other & ~is_new).sum()), "client")
+        parts.append(f"{of_others:,} of {others} without training examples")
     if is_new.any():
         new = count_of(int(is_new.sum()), "held-out client")
         parts.append(f"{int(is_new[owners].sum()):,} of {new}")
@@ -208,7 +216,8 @@ def open_client_files(
     if skipped.any():
         notes.append(f"left out: {count_of(int(skipped.sum()), 'example')} without {label!r}")
     columns = StoredColumns(source, rows, options.optional_columns)
-    return OpenFiles(columns, client, names, owners, heldout, is_new, (*notes, *source.notes))
+    notes.extend(source.notes)
+    return OpenFiles(columns, client, names, owners, heldout, is_new, tuple(notes), is_other)
 
 
 def _load(files: Any, options: LoadOptions) -> Any:
@@ -239,8 +248,8 @@ def _open_splits(
     """Open the splits as one source; return its client, and which examples the second one has."""
     # One name alone can be the folder of a prepared data set.
     named = files[0] if len(files) == 1 else files
-    splits = [None] if heldout_split is None else ["train", heldout_split]
-    sources = [_load(named, options._replace(split=split)) for split in splits]
+    splits = {} if heldout_split is None else dict.fromkeys(["train", heldout_split])
+    sources = [_load(named, options._replace(split=split)) for split in splits or [None]]
     client = sources[0].client
     if client is None and one_client is None:
         others = [name for name in sources[0].fields if name != options.label]

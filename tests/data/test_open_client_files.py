@@ -22,6 +22,10 @@ def test_clients_of_the_held_out_split_alone_follow_the_others(tmp_path: Path) -
     assert opened.columns["x"].to_pylist() == [2, 1, 6, 5]
     assert opened.owners.tolist() == [0, 1, 1, 2]
     assert opened.heldout.tolist() == [False, False, True, True]
+    assert opened.is_other.tolist() == [False, False, True]
+    assert opened.notes[0] == (
+        "3 clients, 4 examples: 1 held out within clients, 1 of 1 client without training examples"
+    )
     assert {name: rows.tolist() for name, rows in opened.parts(opened.training).items()} == {
         "c": [0],
         "å": [1],

@@ -89,6 +89,21 @@ def test_images_become_clients_and_are_learned(photos: Path) -> None:
         assert mean == pytest.approx(together[name], rel=1e-4)
 
 
+def test_clients_of_the_test_split_alone_are_marked_as_new(photos: Path, tmp_path: Path) -> None:
+    for split, client in ("train", "Ana"), ("train", "Zoë"), ("test", "Bo"), ("test", "Ana"):
+        (tmp_path / split).mkdir(exist_ok=True)
+        (tmp_path / split / client).symlink_to(photos / client)
+    experiment = make(tmp_path, files=(f"{tmp_path}/{{split}}/{{client}}/{{label}}/*.png",))
+    assert (
+        "14 held out within clients, 5 of 1 client without training" in experiment.opened.notes[0]
+    )
+    model = experiment.make_model()
+    by_client = experiment.make_client_evaluation(model)(model.init(jax.random.key(0)))
+    present = np.flatnonzero(by_client.num_examples)
+    assert [by_client.names[k] for k in present] == ["Ana", "Bo (new)"]
+    assert by_client.num_examples[present].tolist() == [14, 5]
+
+
 def test_images_of_several_sizes_and_other_columns_are_told(photos: Path) -> None:
     with pytest.raises(ValueError, match=r"image_size"):
         make(photos, image_size=None).build()

@@ -124,6 +124,13 @@ def find_files(patterns: Sequence[str], split: str | None) -> list[DataFile]:
                 raise FileNotFoundError(
                     f"No file matches {pattern!r}: there is no {missing}. Check it with ls."
                 )
+            of_any = _find(pattern, split, any_split=True) if "{split}" in pattern else []
+            if names := sorted({str(file.fields["split"]) for file in of_any}):
+                raise FileNotFoundError(
+                    f"No file of {pattern!r} is of the split {split!r}, expected one of "
+                    f"{', '.join(map(repr, names))}, the names in the place of {{split}}. Rename "
+                    "one, or set split=, --split or --data.heldout_split to one of them."
+                )
             raise FileNotFoundError(
                 f"No file matches {pattern!r}. Quote a pattern on the command line, and check it "
                 "with ls; {client}, {label} and {split} each stand for a part of the path."
@@ -166,12 +173,12 @@ def _is_file(file: DataFile) -> bool:
     return True
 
 
-def _find(pattern: str, split: str | None) -> list[DataFile]:
+def _find(pattern: str, split: str | None, any_split: bool = False) -> list[DataFile]:
     """Return what a pattern matches, folders included."""
     if not is_url(pattern) and Path(expand_home(pattern)).exists():
         return [DataFile(str(expand_home(pattern)), {})]
     head, tail = ("", pattern) if is_url(pattern) else existing_head(pattern)
-    if "{split}" in tail:
+    if "{split}" in tail and not any_split:
         if split is None:
             raise ArgumentError(
                 f"The path {pattern!r} has {{split}}, but split is None, expected a split's name. "

@@ -278,6 +278,18 @@ def test_files_cover_all_rows_once(tmp_path_factory: Any, rows: list[Any], data:
     assert [(r["c"], r["x"]) for r in source] == sorted(rows, key=lambda row: row[0])
 
 
+def test_an_absent_split_names_the_splits_that_exist(tmp_path: Path) -> None:
+    for split in ("train", "held out"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "a.csv").write_text("x\n1\n")
+    pattern = f"{tmp_path}/{{split}}/{{client}}.csv"
+    words = r"is of the split 'test', expected one of 'held out', 'train'.* --data\.heldout_split"
+    with pytest.raises(FileNotFoundError, match=words):
+        load(pattern, "test")
+    with pytest.raises(FileNotFoundError, match=r"No file matches .*\.tsv"):
+        load(f"{tmp_path}/{{split}}/{{client}}.tsv", "test")
+
+
 def test_a_path_is_no_name_of_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pets" / "cats").mkdir(parents=True)

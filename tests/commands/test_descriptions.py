@@ -55,6 +55,9 @@ def test_lists_of_columns_are_divided_at_commas() -> None:
     words = ["--data.optional_columns=note,size", "--data.types", "a=int8,b=int8"]
     divided = ["--data.optional_columns", "note", "size", "--data.types", "a=int8", "b=int8"]
     assert split_columns(words) == divided
+    size = ["--data.image_size", "8", "9"]
+    for words in (size, ["--data.image_size=8x9"], ["--data.image-size", "8x9"]):
+        assert [word.replace("-size", "_size") for word in split_columns(words)] == size
 
 
 def test_the_nearest_flag_is_named() -> None:

@@ -136,8 +136,13 @@ def join_lines(text: str) -> str:
     return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
 
 
-# Lists of columns among the fields of an experiment, which take commas as flags of files do.
+def _split_size(text: str) -> list[str]:
+    return re.split("[x,]", text)
+
+
+# Fields of an experiment that take lists of columns and sizes as the flags of `fedpax data` do.
 _LISTS = {
+    "data.image_size": _split_size,
     "data.optional_columns": split_names,
     "data.types": split_names,
     "data.columns": split_treatments,

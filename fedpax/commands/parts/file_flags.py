@@ -85,7 +85,7 @@ def flags_in_errors() -> Iterator[None]:
 def _size(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
-    size = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    size = re.fullmatch(r"([1-9]\d*)[x, ]([1-9]\d*)", text)
     if size is None:
         raise UsageError(
             f"--image_size={text}, expected HEIGHTxWIDTH. Set for example --image_size=32x32."

@@ -213,8 +213,8 @@ def check_same_leaves(
             f"The checkpoint of round {step} and the experiment have different states: "
             f"{', '.join(names[:5])} {'and others ' if len(names) > 5 else ''}in only one of "
             "them, expected the same leaves. Use the model and the method that were saved, or "
-            "another --job_log_dir; `fedpax export` and --model.weights start a new run from this "
-            "model."
+            "another --job_log_dir: with --training.begin_from, the folder of this run, a new run "
+            "starts from its model."
         )
 
 
@@ -235,8 +235,8 @@ def shapes_of_same_clients(like: Any, saved: SavedLeaves) -> dict[tuple[str, ...
                     f"The checkpoint's {'.'.join(path)} has {before} {unit}, expected {now} for "
                     f"the experiment's {store.num_clients} clients: a row is the state of one "
                     "client. Set the number of clients that was saved, or start a new run from the "
-                    "saved model (`fedpax export`, --model.weights), in which all clients begin "
-                    "with a new state."
+                    "saved model (--training.begin_from), in which all clients begin with a new "
+                    "state."
                 )
             shapes[*path, *name] = (leaf.shape[0], *rest)
     return shapes

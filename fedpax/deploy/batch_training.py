@@ -154,10 +154,13 @@ class _BatchLoop:
     def _build(self) -> Run:
         run = build_run(self.experiment)
         if run.frozen is not None or run.cohort_shapes is None:
-            obstacle = "reads frozen parameters" if run.frozen else "states no cohort_shapes"
+            obstacle, remedy = "reads frozen parameters", "Train it"
+            if run.frozen is None:
+                obstacle = "states no cohort_shapes"
+                remedy = "Set Run.cohort_shapes in build(), as docs/plan.md shows, or train it"
             raise ConfigurationError(
                 f"{type(self.experiment).__name__} {obstacle}, expected a run whose round is "
-                "(state, cohort), with cohorts of known shapes. Train it without --engine."
+                f"(state, cohort), with cohorts of known shapes. {remedy} without --engine."
             )
         return run
 

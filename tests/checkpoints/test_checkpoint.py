@@ -289,7 +289,7 @@ def test_a_state_is_restored_for_another_number_of_participants(
         restored = checkpoints.restore_state(like(other), num_participants=islands)
         with pytest.raises(ValueError, match=r"momentum has shape \[4, 8, 3\], expected"):
             checkpoints.restore_state(like(other))
-        with pytest.raises(ValueError, match=r"different states: momentum in only one"):
+        with pytest.raises(ValueError, match=r"momentum in only one.*--training\.begin_from"):
             checkpoints.restore_state(like({"w": other["w"]}))
     np.testing.assert_array_equal(restored["w"], values["w"])
     assert restored["momentum"].sharding == other["momentum"].sharding

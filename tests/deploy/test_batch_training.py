@@ -121,6 +121,15 @@ def test_settings_without_effect_are_told(setting, message, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_run_without_shapes_of_cohorts_names_the_field(experiment, tmp_path, monkeypatch):
+    build = type(experiment()).build
+    monkeypatch.setattr(
+        type(experiment()), "build", lambda self: build(self)._replace(cohort_shapes=None)
+    )
+    with pytest.raises(ConfigurationError, match=r"Set Run\.cohort_shapes in build\(\), as docs"):
+        train_in_batches(experiment(), tmp_path / "run", run_in_a_loop)
+
+
 def test_a_round_without_clients_has_no_loss(experiment, tmp_path):
     def sampled():
         few = experiment()

@@ -174,18 +174,20 @@ def append_to(path: Path) -> TextIO:
     return os.fdopen(file, "a", encoding="utf-8")
 
 
-def replace_file(path: Path, content: bytes, *, sync: bool = True) -> None:
+def replace_file(path: Path, content: bytes, *, sync: bool = True, mode: int = 0o666) -> None:
     """Write a file such that a kill leaves the old or the new content; a link is not followed."""
-    with replacing(path, sync=sync) as file:
+    with replacing(path, sync=sync, mode=mode) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, sync: bool = True, draft: Path | None = None) -> Iterator[BinaryIO]:
+def replacing(
+    path: Path, *, sync: bool = True, draft: Path | None = None, mode: int = 0o666
+) -> Iterator[BinaryIO]:
     """Yield the draft that replaces a file at the end, as `replace_file` does."""
     # Processes that write one file at a time need drafts of different names.
     draft = path.with_name(f".{path.name}.draft") if draft is None else draft
-    with os.fdopen(create_draft(draft), "wb") as file:
+    with os.fdopen(create_draft(draft, mode), "wb") as file:
         yield file
         file.flush()
         if sync:
@@ -233,11 +235,11 @@ def is_private(folder: Path) -> bool:
     return is_folder and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
-def create_draft(path: Path) -> int:
+def create_draft(path: Path, mode: int = 0o666) -> int:
     """Create a new file for writing, in place of the remains of a killed process."""
     path.unlink(missing_ok=True)  # a link is removed, not followed
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-    return os.open(path, flags | getattr(os, "O_BINARY", 0), 0o666)
+    return os.open(path, flags | getattr(os, "O_BINARY", 0), mode)
 
 
 def _check_is_regular(status: os.stat_result, path: Path) -> None:

@@ -19,6 +19,7 @@ from fedpax.algorithm import Params
 from fedpax.checkpoints.orbax_files import (
     atomicity_of,
     delete_folder,
+    forget_place,
     literal_path,
     ocp,
     rename_folder,
@@ -201,6 +202,7 @@ def write_orbax(folder: Path, params: Params) -> None:
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         ) as checkpointer:
             checkpointer.save(literal_path(folder / "params"), params)
+        forget_place(folder)
         return
     # Orbax numbers saves: after one by this process alone, its next save would wait for processes
     # with another number.

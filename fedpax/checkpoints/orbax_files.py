@@ -20,6 +20,7 @@ from etils import epath
 
 from fedpax.errors import ConfigurationError
 from fedpax.extras import LazyModule
+from fedpax.files import replace_file
 from fedpax.run_files.paths import complete_rounds, is_remote
 
 # Import `orbax.checkpoint` at the first use of a name of it: a run's first round needs none.
@@ -50,6 +51,13 @@ DRAFT = "orbax-checkpoint-tmp"
 """A part of the path of every checkpoint that is not complete."""
 
 LOGGERS = ("absl", "asyncio")
+
+
+def forget_place(checkpoint: Path) -> None:
+    """Remove the path of this machine from the files by which Orbax says that it is done."""
+    if not is_object_store(checkpoint):  # there the file itself completes the checkpoint
+        for path in checkpoint.rglob(COMMITTED):
+            replace_file(path, b"Checkpoint commit was successful", sync=False)
 
 
 def is_object_store(folder: Path) -> bool:

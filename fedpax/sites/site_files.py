@@ -14,11 +14,12 @@ import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.checkpoints.orbax_files import forget_place
 from fedpax.errors import ArgumentError, ArgumentTypeError, DamagedStateError
-from fedpax.files import explain_damage, read_json
-from fedpax.run_files.configuration import to_json
+from fedpax.files import explain_damage, read_json, replace_file
+from fedpax.run_files.configuration import to_json, without_paths
 from fedpax.run_files.metrics import MetricsWriter, select, with_quantiles
-from fedpax.run_files.paths import write_atomically
+from fedpax.run_files.paths import CHECKPOINTS, write_atomically
 from fedpax.sites.report_tables import ReportWatch
 from fedpax.sites.site_experiment import SITE_FILE, Json
 from fedpax.sites.site_table import SITES, SiteReport, SiteTable
@@ -49,16 +50,17 @@ def write_run(folder: Path, experiment: Any, exp: str, run: SiteFile) -> None:
 
 
 def write_site_file(folder: Path, run: SiteFile) -> None:
-    """Write `site.json`."""
-    write_atomically(folder / SITE_FILE, json.dumps(run._asdict()) + "\n")
+    """Write `site.json`, for this user alone."""
+    replace_file(folder / SITE_FILE, (json.dumps(run._asdict()) + "\n").encode(), mode=0o600)
 
 
 def save_model(folder: Path, round_number: int, params: Params, experiment: Any) -> None:
     """Save the model of a round."""
     with Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints:
         state = SiteState(jax.device_get(params))
-        checkpoints.save(round_number, state, {}, to_json(experiment))
+        checkpoints.save(round_number, state, {}, to_json(without_paths(experiment)))
         checkpoints.wait()
+    forget_place(folder / CHECKPOINTS / str(round_number))
 
 
 def read_run(folder: Path) -> SiteFile:

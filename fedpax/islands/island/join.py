@@ -17,7 +17,7 @@ import jax
 from fedpax.algorithm import Params
 from fedpax.console import count_of, print_error
 from fedpax.errors import ConfigurationError
-from fedpax.files import describe_no_permission, read_json
+from fedpax.files import describe_no_permission, read_json, replace_file
 from fedpax.islands.fragment_format import largest_fragment
 from fedpax.islands.island.island import Island, SharedLink
 from fedpax.islands.island.link import JoinReply, Link
@@ -27,7 +27,7 @@ from fedpax.islands.method_parts import build_parts, parts_of, shorten, tokens_p
 from fedpax.preemption import PreemptionGuard
 from fedpax.processes.communication import ControlChannel
 from fedpax.run_files.configuration import write_configuration
-from fedpax.run_files.paths import latest_round, write_atomically
+from fedpax.run_files.paths import latest_round
 from fedpax.sites.site_process import (
     SECONDS_TO_ASK_AGAIN,
     JoinResult,
@@ -349,6 +349,7 @@ def read_member(folder: Path) -> Member:
 
 
 def write_member(folder: Path, member: Member) -> None:
-    """Write `island.json`. Several threads may do so."""
+    """Write `island.json`, for this user alone. Several threads may do so."""
     with _writing:
-        write_atomically(folder / MEMBER_FILE, json.dumps(member._asdict()) + "\n")
+        content = (json.dumps(member._asdict()) + "\n").encode()
+        replace_file(folder / MEMBER_FILE, content, mode=0o600)

@@ -52,8 +52,8 @@ Exit status:
        problem
     2  usage error, or a folder or configuration that cannot be used; the message names the remedy
    70  a round hung, with --training.on_hang=exit; the same command resumes
-   75  the keeper of an elastic job, a process of an island, or an island's syncer is gone; the same
-       commands resume
+   75  another process of the job, the keeper of an elastic job, or an island's syncer is gone; the
+       same commands resume
   130  Ctrl-C, and 143 SIGTERM: completed rounds are saved, and the same command resumes
   141  SIGPIPE: the program that read the output has exited
 """

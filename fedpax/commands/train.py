@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fedpax.commands.parts.devices import (
 )
 from fedpax.commands.parts.file_flags import engine_of
 from fedpax.commands.parts.options import allowed_changes, parse_run
-from fedpax.commands.parts.processes import leave_on_failure, provide_processes
+from fedpax.commands.parts.processes import end_together, leave_on_failure, provide_processes
 from fedpax.console import count_of, print_line
 from fedpax.deploy.batch_training import train_in_batches
 from fedpax.elastic.membership import find_membership
@@ -58,14 +59,19 @@ def train(arguments: Sequence[str]) -> int:
     enable_compilation_cache()
     with leave_on_failure():
         provide_processes(options, experiment)
-        result = train_experiment(
-            experiment,
-            folder,
-            exp=options.exp,
-            allow_config_change=allowed_changes(options),
-            participant_states=options.participant_states,
-            membership=membership,
-        )
+        together = nullcontext()
+        if membership is None:  # else the keeper notices the end of a process
+            saved_in = experiment.training.checkpoint_dir
+            together = end_together(folder, saved_in, 0.4 * options.heartbeat_timeout)
+        with together:
+            result = train_experiment(
+                experiment,
+                folder,
+                exp=options.exp,
+                allow_config_change=allowed_changes(options),
+                participant_states=options.participant_states,
+                membership=membership,
+            )
     if jax.process_index() == 0:
         print_line(describe(result, experiment.training.rounds, options.job_log_dir))
     return 0 if result.signal is None else 128 + result.signal

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Num
 
-from fedpax.errors import ConfigurationError
+from fedpax.errors import ConfigurationError, FedpaxError
 from fedpax.processes.job_processes import JobProcessesError, find_job_processes
 from fedpax.processes.json_line_socket import greetings, listen_on, parse_line, printable, read_line
 
@@ -111,18 +111,21 @@ SECONDS_TO_CONNECT = 60.0
 SECONDS_TO_GREET = 5.0
 SECONDS_BETWEEN_BEATS = 5.0
 LONGEST_VALUE = 2**26
-SECONDS_TO_FAIL = 10.0
+SECONDS_TO_FAIL = 5.0
 """Seconds in which a process can fail for the reason for which another one has failed."""
+SECONDS_TO_RELAY = 2.0
+"""Seconds for which process 0, which all others need, survives the end of another process."""
+LONGEST_REASON = 2000
 
 
 class ControlChannel(AbstractContextManager["ControlChannel"]):
     """A connection of process 0 with each other process, beside the devices; a context manager."""
 
     # Unlike a collective, the channel does not wait for earlier programs. If a process ends without
-    # closing its channel, or is silent, every process that is connected with it calls `on_end`, in
-    # a thread; after an error, ten seconds later, unless they have closed theirs. All processes
-    # must make the channel at the same point of their programs. `jax.distributed` aborts processes
-    # 50 to 100 seconds after one is silent: the channel waits for 40.
+    # closing its channel, or is silent, every other process calls `on_end`, in a thread; after an
+    # error, five seconds later, unless it has closed its own. All processes must make the channel
+    # at the same point of their programs. `jax.distributed` aborts processes 50 to 100 seconds
+    # after one is silent: the channel waits for 40.
 
     def __init__(self, on_end: Callable[[str], None], silence: float = 40.0) -> None:
         self._on_end, self._silence = on_end, silence
@@ -130,6 +133,7 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
         self._connections: dict[int, socket.socket] = {}
         self._values: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self._first_end: dict[str, str] = {}
         self.is_first = jax.process_index() == 0
         if jax.process_count() == 1:
             return
@@ -144,12 +148,11 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
                 }
             offer = gather_json(offer)[0]
             peers = _accept_all(listener, offer) if self.is_first else [_connect(offer)]
-        for number, host, connection in peers:
+        for number, _, connection in peers:
             connection.settimeout(silence)
             self._connections[number] = connection
-            threading.Thread(
-                target=self._read, args=(number, host, connection), daemon=True
-            ).start()
+        for peer in peers:
+            threading.Thread(target=self._read, args=peer, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
 
     def broadcast(self, value: Any) -> Any:
@@ -160,10 +163,10 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
             return value
         return self._values.get()
 
-    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, kind: object, failure: BaseException | None, trace: object) -> None:
         """Close the connections. After an error, the other processes end too."""
         self._closed.set()
-        self._send({"failed": error_type is not None})
+        self._send({"failed": None if failure is None else _reason(failure)})
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
@@ -182,29 +185,44 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
     def _read(self, number: int, host: str, connection: socket.socket) -> None:
         """Receive values until the other process closes its channel, ends or is silent."""
         with connection:
-            end = self._receive(connection)
-            if end is not None and not self._closed.is_set():
-                self._on_end(f"process {number} on {host} {end}")
+            end = self._receive(f"process {number} on {host}", connection)
+            if end is None or self._closed.is_set():
+                return
+            end = self._first_end.setdefault("end", end)  # others follow from it
+            if self.is_first:
+                self._send({"lost": end})
+                if self._closed.wait(SECONDS_TO_RELAY):
+                    return
+            self._on_end(end)
 
-    def _receive(self, connection: socket.socket) -> str | None:
-        """Receive values; return how the other process has ended, or None if it is done."""
+    def _receive(self, sender: str, connection: socket.socket) -> str | None:
+        """Receive values; return which process has ended and how, or None if this one is done."""
         try:
             with connection.makefile("rb") as lines:
                 while line := lines.readline(LONGEST_VALUE):
                     if (message := parse_line(line)) is None:
-                        return f"has sent no JSON object within {LONGEST_VALUE} bytes"
+                        return f"{sender} has sent no JSON object within {LONGEST_VALUE} bytes"
                     if "value" in message:
                         self._values.put(message["value"])
+                    elif "lost" in message:
+                        return str(message["lost"])
                     elif message.get("failed"):
                         self._closed.wait(SECONDS_TO_FAIL)
-                        return "has failed"
+                        return f"{sender} has failed: {message['failed']}"
                     elif "failed" in message:
                         return None
         except TimeoutError:
-            return f"has sent nothing for {self._silence:g} s"
+            return f"{sender} has sent nothing for {self._silence:g} s"
         except OSError:
             pass
-        return "has ended"
+        return f"{sender} has ended"
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error's message as one line; of an error in the user's code, its kind too."""
+    text = " ".join(str(error).split()).rstrip(".")
+    kind = "" if isinstance(error, FedpaxError) else f"{type(error).__name__}: "
+    return f"{kind}{text}"[:LONGEST_REASON]
 
 
 def _own_names() -> list[str]:

@@ -2,15 +2,19 @@
 
 import contextlib
 import os
+import re
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 from absl import flags
 
 from fedpax.commands.parts.devices import provide_devices
 from fedpax.console import print_error
-from fedpax.errors import UsageError
+from fedpax.errors import FedpaxError, UsageError
+from fedpax.processes.communication import ControlChannel, all_agree
 from fedpax.processes.job_processes import (
     JobProcesses,
     JobProcessesError,
@@ -18,11 +22,21 @@ from fedpax.processes.job_processes import (
     find_job_processes,
     wait_for_coordinator,
 )
+from fedpax.run_files.paths import folder_of_checkpoints, latest_round
 from fedpax.training.experiment import Experiment
 
 USAGE_ERROR = 2
+PROCESS_ENDED = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 SECONDS_TO_LEAVE = 10.0
-"""Seconds that a process that failed waits for the others to end too."""
+"""Seconds that process 0, after it failed, waits for the others to end too; they need it."""
+LOST_PEER = re.compile("gloo|(closed|reset) by peer|ncclremoteerror|remote process", re.IGNORECASE)
+"""Found in the errors of collectives whose other processes are gone."""
+
+
+class LostProcessError(FedpaxError):
+    """Another process of the job is gone."""
+
+    exit_status = PROCESS_ENDED
 
 
 def provide_processes(options: flags.FlagValues, experiment: Experiment) -> None:
@@ -119,7 +133,48 @@ def leave_on_failure() -> Iterator[None]:
         yield
     except BaseException:
         if jax.distributed.is_initialized():
-            timer = threading.Timer(SECONDS_TO_LEAVE, os._exit, [1])
+            seconds = SECONDS_TO_LEAVE if jax.process_index() == 0 else SECONDS_TO_LEAVE / 2
+            timer = threading.Timer(seconds, os._exit, [1])
             timer.daemon = True
             timer.start()
         raise
+
+
+@contextlib.contextmanager
+def end_together(folder: Path, checkpoint_dir: str | None, silence: float) -> Iterator[None]:
+    """End this process, and tell why, if another one of the job fails, ends or is silent."""
+    if jax.process_count() == 1:
+        yield
+        return
+    is_open = False
+
+    def describe(reason: str) -> str:
+        kept = 0
+        with contextlib.suppress(Exception):  # the bucket is away
+            kept = latest_round(folder_of_checkpoints(folder, checkpoint_dir)) or 0
+        return (
+            f"{reason}. Without it the job cannot train. Start all processes again: the run "
+            f"resumes from {f'its checkpoint of round {kept}' if kept else 'its beginning'}."
+        )
+
+    def end(reason: str) -> None:
+        if is_open:
+            print_error(f"fedpax: {describe(reason)}")
+            os._exit(PROCESS_ENDED)  # the main thread may wait for the devices forever
+
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(ControlChannel(end, silence))
+        except JobProcessesError as error:
+            print_error(f"fedpax: {error} Until then, JAX alone notices the end of a process.")
+            all_agree(False)
+        else:
+            is_open = all_agree(True)
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if not LOST_PEER.search(str(error)):
+                raise
+            time.sleep(SECONDS_TO_LEAVE)  # the channel tells more, and ends this process
+            reason = str(error).partition("\n")[0]
+            raise LostProcessError(describe(f"a process of the job is gone ({reason})")) from error

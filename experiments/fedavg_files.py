@@ -171,7 +171,7 @@ class FedAvgFiles(ClientExperiment):
 
     def with_inputs(self, inputs: Mapping[str, Any]) -> Self:
         """Return the experiment with the columns and classes that the sites share."""
-        other = self._sharing_files(dataclasses.replace(self))
+        other = self._sharing_files(dataclasses.replace(self), "_at_site", "_offered")
         other.__dict__["_saved_inputs"] = inputs
         return other
 

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,7 @@ from fedpax.data.tables.values import arrow_column, is_missing
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.experiments.parts.file_experiments import saved_content
+from fedpax.experiments.parts.received_inputs import check_inputs
 from fedpax.settings.table_data import TableConfig
 from fedpax.sites.agreement import Needed
 from fedpax.sites.site_experiment import ClientRange, ColumnValues, Question, SiteRun
@@ -69,6 +70,7 @@ class TablesOverSites(FedAvgFiles):
 
     def describe_inputs(self) -> dict[str, Any]:
         """Return what a site tells of the columns of its training examples."""
+        self.__dict__.pop("_offered", None)  # to sites that agreed without this one
         label = self.data.label_of(self.opened, min_classes=1)
         treatments = self.data.treatments_of(self.opened)
         stated = self.data.stated_label
@@ -84,7 +86,22 @@ class TablesOverSites(FedAvgFiles):
 
     def list_values(self, columns: Sequence[str]) -> Json:
         """Return the values of columns that are categories here, and how many clients have each."""
-        return {name: values for name, values in self._categories.items() if name in columns}
+        offered = {name: values for name, values in self._categories.items() if name in columns}
+        self.__dict__["_offered"] = offered
+        return offered
+
+    def with_inputs(self, inputs: Json) -> Self:
+        """Return the experiment with the columns that sites share; a site checks them first."""
+        if "_at_site" in self.__dict__:
+            offered = self.__dict__.get("_offered", {})
+            check_inputs(self.data, self.opened, inputs, offered, self._deviation)
+        return super().with_inputs(inputs)
+
+    def _deviation(self, treatment: Treatment) -> float:
+        training, owners = self._training_examples([treatment.name])
+        values = numeric_values([treatment], training, len(owners))
+        known = values[~np.isnan(values)]
+        return float(known.std()) if len(known) else 0.0
 
     @property
     def note_values(self) -> str:
@@ -100,10 +117,12 @@ class TablesOverSites(FedAvgFiles):
         )
 
     def at_site(self, clients: ClientRange) -> SiteRun:
-        """Make a site's run; it tells which columns of the model have no value here."""
+        """Make a site's run; it tells its features, and columns that have no value here."""
         run, columns, prepared = super().at_site(clients), self.opened.columns, self.prepared
         assert isinstance(prepared, PreparedTable)
         names = [column.treatment.name for column in prepared.features.columns]
+        features = first_ten(map(repr, prepared.features.names))
+        run = run._replace(notes=(*run.notes, f"trains on the features {features}"))
         empty = [n for n in names if is_missing(arrow_column(columns[n])).all()]
         if not empty:
             return run

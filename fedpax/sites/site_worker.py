@@ -1,6 +1,7 @@
 """The work of a site: the clients' part of each stage, on its own data."""
 
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,12 +178,13 @@ class SiteWorker:
             raise RefusedError(
                 "the syncer asks for averages of some of this site's clients, expected all clients."
             )
-        if token not in self._questions:
+        asked = json.dumps([token, header["settings"], clients])
+        if asked not in self._questions:
             self._count_question()
             divided, args = self._experiment.answer(header["settings"], clients)
-            self._questions = {token: (divided, divided.own(*args))}
+            self._questions = {asked: (divided, divided.own(*args))}
             self._between = token, {}
-        divided, own = self._questions[token]
+        divided, own = self._questions[asked]
         kept = self._between[1]
         rows = {
             k: {name: x[k] for name, x in own.items()} | kept.get(k, {}) for k in header["clients"]
@@ -213,9 +215,11 @@ class SiteWorker:
             self._between, self._unsent = (token, {}), {}
         elif self._between[0] != token:
             raise UnknownRoundError
-        if self._cohorts is None or self._cohorts[0] != token:
-            drawn = program.run.draw(header["round"] - 1, clients)
-            self._cohorts = token, weigh(drawn, header["weights"])
+        number = CheckedHeader(header).count("round")
+        asked = json.dumps([token, number, clients, header["weights"]])
+        if self._cohorts is None or self._cohorts[0] != asked:
+            drawn = program.run.draw(number - 1, clients)
+            self._cohorts = asked, weigh(drawn, header["weights"])
         cohort = self._cohorts[1]
         arguments = program.state, cohort, *program.frozen
         own, known = program.stages.own(*arguments), program.stages.known(*arguments)
@@ -266,7 +270,7 @@ class SiteWorker:
         rows: Mapping[int, Mapping[str, Any]],
     ) -> Arrays:
         """Run a stage for clients one by one, and merge their terms."""
-        number = header["stage"]
+        number = CheckedHeader(header).count("stage")
         if divided.least_masked is not None and "request" not in header:
             raise RefusedError(
                 "the syncer asks for the terms of this site, expected a secure sum: the aggregator "

@@ -1,7 +1,7 @@
 """A site in a secure sum."""
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -98,6 +98,11 @@ class SiteSide:
         # By sender: its shares of the secret of its own mask, and of its key of pairs' masks.
         self._shares: dict[str, tuple[bytes, bytes]] = {}
         self._present: list[str] = []
+
+    @property
+    def sites(self) -> Collection[str]:
+        """The sites whose keys this site has, and later those of whom it has confirmed values."""
+        return self._present or (() if self._roster is None else self._roster.sites)
 
     def answer(self, request: Message | None) -> Message:
         """Answer a request of the coordinator; None: begin."""
@@ -250,6 +255,11 @@ class SiteSums:
         self._least, self._signer = least_sites, signer
         self._side: SiteSide | None = None
         self._values: Codes = {}
+
+    @property
+    def sites(self) -> Collection[str]:
+        """The sites of the sum, once this site has their keys."""
+        return () if self._side is None else self._side.sites
 
     def knows(self, name: str, session: str) -> bool:
         """Return whether a sum began in this process, as this site."""

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, Self
 from fedpax.console import count_of
 from fedpax.errors import ConfigurationError
 from fedpax.sites.downlink import whole
+from fedpax.sites.participants import Participants, describe_wait
 from fedpax.sites.site_experiment import ColumnValues, Json, Question
 from fedpax.sites.site_files import SiteWatch, write_federation
 from fedpax.sites.site_table import LATE, SiteRecord
-from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
+from fedpax.sites.stage_calls import StageCalls, without_faults
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import QUESTION, ROUND, VALUES, Task, check_size, new_token
 from fedpax.training.progress import Progress
@@ -191,10 +192,27 @@ class Agreement:
             self._exchange.waits_for = told
             self._progress.note(f"waiting for {told}")
 
+    def wait_for_same(self, names: Collection[str], *, ready: bool) -> bool:
+        """Wait for the sites of a sum that was opened; False at a signal."""
+
+        def missing() -> list[str]:
+            self._watch.update()
+            return sorted({*names} - {s.name for s in self._exchange.present(ready=ready)})
+
+        if lacking := ", ".join(missing()[:5]):
+            self._exchange.waits_for = lacking
+            self._progress.note(describe_wait(lacking, len(names)))
+        return self._exchange.wait_for(lambda: not missing(), self._stop)
+
     def agree(self, number: int, least: int) -> bool:
         """Make the inputs that all sites share, from what they tell; False at a signal."""
-        while self.wait_for_sites(number, least, ready=False):
-            present = self._exchange.begin_agreement()
+        while True:
+            names = self._exchange.opened.get(QUESTION)
+            if names and not self.wait_for_same(names, ready=False):
+                return False
+            if not names and not self.wait_for_sites(number, least, ready=False):
+                return False
+            present = self._exchange.begin_agreement(names)
             if self._refuse(*self._compare(present)):
                 continue
             inputs = self._run(present)
@@ -204,7 +222,6 @@ class Agreement:
             write_federation(self._folder, self._exchange, inputs)
             self._exchange.publish(inputs=inputs)
             return True
-        return False
 
     def _list_agreed(self, present: Sequence[SiteRecord]) -> list[list[Any]]:
         """Return each property that has a value, whether all need it, and the remedy, as JSON."""

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
@@ -31,13 +30,14 @@ from fedpax.sites.coordinator_program import (
     server_leaves,
 )
 from fedpax.sites.merge_guard import MergeGuard, drop_replies
+from fedpax.sites.participants import Participants, choose_participants, opened_round
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import check_up
 from fedpax.sites.site_evaluation import SiteEvaluation, evaluation_of
 from fedpax.sites.site_experiment import Json
 from fedpax.sites.site_files import RoundMetrics, SiteWatch, write_federation
 from fedpax.sites.site_process import items_of
-from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
+from fedpax.sites.stage_calls import StageCalls, without_faults
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import ROUND, SiteReply, new_token
 from fedpax.training.progress import Progress
@@ -255,6 +255,9 @@ class Coordinator:
         """Run a round; False if too few sites answer, or at a signal."""
         exchange, began = self.exchange, time.perf_counter()
         exchange.round = number
+        again = opened_round(exchange, number) if self._rules.secure_sums else None
+        if again is not None and not self._agreement.wait_for_same(again.clients, ready=True):
+            return False
         ranges, total = exchange.snapshot()
         stayed = {name: places for name, places in ranges.items() if name not in self._left}
         if len(stayed) >= self._rules.min_sites:
@@ -263,10 +266,10 @@ class Coordinator:
             self._left = set()
         if len(ranges) < self._rules.min_sites:
             return False
-        program = self._program(total)
+        program = self._program(total if again is None else again.total)
         if self._state is None:
             self._state = self._start(program)
-        who = self._choose(program, number, ranges, total)
+        who = again or choose_participants(program, number, ranges, total)
         before = exchange.sent_bytes, exchange.received_bytes
         outcome = self._run_stages(program, number, who)
         if outcome is None:
@@ -296,25 +299,6 @@ class Coordinator:
         )
         self._save(number)
         return True
-
-    @staticmethod
-    def _choose(
-        program: CoordinatorProgram, number: int, ranges: Mapping[str, range], total: int
-    ) -> Participants:
-        """Choose the clients of a round among the clients of connected sites."""
-        present = np.zeros(total, np.bool_)
-        for places in ranges.values():
-            present[places.start : places.stop] = True
-        sampled = [int(client) for client in program.run.sample(number - 1, present)]
-        slots = {client: slot for slot, client in enumerate(sampled)}
-        clients = {name: [k for k in places if k in slots] for name, places in ranges.items()}
-        clients = {name: chosen for name, chosen in clients.items() if chosen}
-        return Participants(
-            clients,
-            {name: [slots[k] for k in chosen] for name, chosen in clients.items()},
-            {name: places.start for name, places in ranges.items()},
-            total,
-        )
 
     def _run_stages(
         self, program: CoordinatorProgram, number: int, who: Participants

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from fedpax.algorithm import Params
 from fedpax.sites.coordinator_program import CoordinatorProgram, CoordinatorState
-from fedpax.sites.stage_calls import Participants, StageCalls
+from fedpax.sites.participants import Participants
+from fedpax.sites.stage_calls import StageCalls
 from fedpax.sites.tasks import SiteReply
 from fedpax.sites.update_filters import NormHistory, drop_harmful, drop_large, parse_accept_if
 from fedpax.transforms.stages import Request, drive

@@ -123,6 +123,7 @@ def _open_exchange(
     if saved is not None:
         sites.restore(saved["sites"])
         exchange.inputs, exchange.agreed = saved["inputs"], saved.get("agreed")
+        exchange.opened = saved.get("opened", {})
     return exchange
 
 

@@ -1,8 +1,11 @@
 """Terms of sites as secure sums: the coordinator learns the sum over sites alone."""
 
 import functools
+import hashlib
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +18,7 @@ from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.secure_sums.arithmetic import (
     EXACT_WORDS,
     WORDS,
+    Codes,
     NotSummableError,
     SecureSumError,
     from_words,
@@ -27,9 +31,11 @@ from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.roster import Signer
 from fedpax.secure_sums.site_side import SiteSums
 from fedpax.sites.downlink import SMALLEST, WHOLE, make_codec, whole
+from fedpax.sites.participants import OPENED, OpenedSums
 from fedpax.sites.site_experiment import Json
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import (
+    EVALUATION,
     ROUND,
     SHARED,
     TERM,
@@ -59,8 +65,17 @@ OF_ONE = frozenset(
 class SecretTerms:
     """A site's part in the secure sums of its rounds."""
 
-    def __init__(self, name: str, least_sites: int = 0, signer: Signer | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        least_sites: int = 0,
+        signer: Signer | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self._name, self._least = name, least_sites
+        self._opened = OpenedSums(None if folder is None else folder / OPENED)
+        # The session, and the name of the sum and this site's clients when it sent values.
+        self._masked = "", "", ""
         self._sums = SiteSums(least_sites or 3, signer)
         self._asked = AskedStages(OF_ONE)
 
@@ -72,10 +87,24 @@ class SecretTerms:
     def answer(self, header: Json) -> Json:
         """Answer a phase in which no values are sent."""
         try:
-            answer = self._sums.answer(self._name, header["session"], header.get("request"))
+            answer = self._step(header)
+            if answer.header["phase"] in ("confirm", "reveal"):
+                self._check_opened(self._sums.sites)
+            if answer.header["phase"] == "reveal":
+                _, name, clients = self._masked
+                self._opened.add(name, {"sites": sorted(self._sums.sites), "clients": clients})
         except SecureSumError as error:
             return {"fault": str(error)[:MAX_TEXT]}
         return {"answer": dict(answer.header)}
+
+    def _step(
+        self, header: Json, encode: Callable[[], Codes] | None = None, asked: bytes = b""
+    ) -> Message:
+        """Answer a phase: only a request for masked values is with a task that makes some."""
+        request = header.get("request")
+        if ((request or {}).get("phase") == "mask") != (encode is not None):
+            raise SecureSumError("the coordinator asks for values in another phase than 'mask'")
+        return self._sums.answer(self._name, header["session"], request, encode, asked)
 
     def send(
         self, header: Json, received: Arrays, fields: Json, arrays: Arrays
@@ -88,6 +117,8 @@ class SecretTerms:
                     f"has --only_sums_of={self._least}. Start `fedpax syncer` with --secure_sums."
                 )
             return fields, arrays
+        if "fault" in fields:
+            return fields, {}
         # Squares of columns are of any size, and models are large.
         to = to_words if header["task"] == ROUND else to_exact_words
 
@@ -96,12 +127,29 @@ class SecretTerms:
 
         shared = numbered(SHARED, in_order(SHARED, received))
         asked = self._asked.add(header["token"], header["stage"], header, shared)
-        session, request = header["session"], header["request"]
+        session = header["session"]
         try:
-            answer = self._sums.answer(self._name, session, request, encode, asked)
+            answer = self._step(header, encode, asked)
+            if self._masked[0] != session:
+                parts = {ROUND: ("round", "stage"), EVALUATION: ("model",)}.get(header["task"], ())
+                name = " ".join(str(header[part])[:20] for part in ("task", *parts))
+                own = sorted(k - header["first_client"] for k in header.get("clients", ()))
+                digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
+                self._masked = session, name, digest
+            self._check_opened(self._sums.sites)
         except (SecureSumError, NotSummableError) as error:
             return {"fault": str(error)[:MAX_TEXT]}, {}
         return {**fields, "answer": dict(answer.header)}, answer.arrays
+
+    def _check_opened(self, sites: Collection[str]) -> None:
+        """Raise if this site has helped to open another sum of the values that it sends."""
+        _, name, clients = self._masked
+        known = self._opened.get(name)
+        if known is not None and known != {"sites": sorted(sites), "clients": clients}:
+            raise SecureSumError(
+                f"the sum of {name!r} was opened before: of other sites or clients, it would show "
+                f"their difference. Ask for the same, of {', '.join(known['sites'])}"
+            )
 
 
 def check_is_sum(stage: Stage, adds: bool) -> None:
@@ -132,6 +180,7 @@ def ask_for_sums(
     clients: Mapping[str, int],
     least_clients: int,
     report: Callable[[str, str], None],
+    before_opening: Callable[[Collection[str]], None],
     asked: bytes,
     signer: Signer | None = None,
 ) -> dict[str, SiteReply] | None:
@@ -175,6 +224,8 @@ def ask_for_sums(
         finally:
             for name, reason in side.suspects.items():
                 report(name, reason)
+        if side.phase == "confirm":
+            before_opening(side.present)
     total = {
         name: from_words(side.total[name], np.dtype(value.dtype))
         for name, value in zip(shapes, terms, strict=True)

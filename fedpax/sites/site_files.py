@@ -174,6 +174,7 @@ def write_federation(folder: Path, exchange: Any, inputs: Json | None) -> None:
     """Write `federation.json`, from what a `TaskExchange` has."""
     agreed, sites = exchange.agreed, exchange.sites.to_json()
     content = {"run": exchange.run, "inputs": inputs, "agreed": agreed, "sites": sites}
+    content["opened"] = exchange.opened
     write_atomically(folder / FEDERATION, json.dumps(content, ensure_ascii=False) + "\n")
 
 

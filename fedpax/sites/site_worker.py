@@ -1,10 +1,9 @@
 """The work of a site: the clients' part of each stage, on its own data."""
 
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +52,7 @@ Arrays = Mapping[str, np.ndarray]
 UNSENT = "\0 what the sums of this site have lost"
 """The name of the losses of sums beside the states of clients; no file has this name."""
 
-MAX_CLIENTS = 10_000_000
-MOST_QUESTIONS = 20
+MAX_CLIENTS, MOST_QUESTIONS = 10_000_000, 20
 """Questions before the first round: three for a table, and again for each site that leaves then."""
 
 
@@ -93,7 +91,7 @@ class SiteWorker:
         self._questions: dict[str, tuple[Stages, Mapping[str, jax.Array]]] = {}
         self._between: tuple[str, dict[int, dict[str, Any]]] = ("", {})  # kept between stages
         self._unsent: dict[str, np.ndarray] = {}  # what the sums of this round lose
-        self._cohorts: tuple[str, Cohort] | None = None
+        self._cohorts: tuple[Any, Cohort] | None = None
         self._whole_run: SiteRun | None = None  # as if there were no other site
         self._num_questions, self._personal = 0, personal
         self._inputs: Json | None = None
@@ -151,8 +149,7 @@ class SiteWorker:
         task = CheckedHeader(header)
         first, total = task.count("first_client"), task.count("num_clients", 1)
         own = set(range(first, first + self.count))
-        clients: Any = header.get("clients")
-        slots: Any = header.get("slots")
+        clients, slots = (cast(Any, header.get(name)) for name in ("clients", "slots"))
         fits = isinstance(clients, list) and isinstance(slots, list) and len(clients) == len(slots)
         is_whole = fits and all(type(k) is int and 0 <= k < MAX_CLIENTS for k in [*clients, *slots])
         if not is_whole or total > MAX_CLIENTS:
@@ -178,7 +175,7 @@ class SiteWorker:
             raise RefusedError(
                 "the syncer asks for averages of some of this site's clients, expected all clients."
             )
-        asked = json.dumps([token, header["settings"], clients])
+        asked = f"{token} {clients} {header['settings']}"
         if asked not in self._questions:
             self._count_question()
             divided, args = self._experiment.answer(header["settings"], clients)
@@ -215,10 +212,9 @@ class SiteWorker:
             self._between, self._unsent = (token, {}), {}
         elif self._between[0] != token:
             raise UnknownRoundError
-        number = CheckedHeader(header).count("round")
-        asked = json.dumps([token, number, clients, header["weights"]])
+        asked = token, header["round"], clients, header["weights"]
         if self._cohorts is None or self._cohorts[0] != asked:
-            drawn = program.run.draw(number - 1, clients)
+            drawn = program.run.draw(header["round"] - 1, clients)
             self._cohorts = asked, weigh(drawn, header["weights"])
         cohort = self._cohorts[1]
         arguments = program.state, cohort, *program.frozen
@@ -270,7 +266,7 @@ class SiteWorker:
         rows: Mapping[int, Mapping[str, Any]],
     ) -> Arrays:
         """Run a stage for clients one by one, and merge their terms."""
-        number = CheckedHeader(header).count("stage")
+        number = header["stage"]
         if divided.least_masked is not None and "request" not in header:
             raise RefusedError(
                 "the syncer asks for the terms of this site, expected a secure sum: the aggregator "

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from fedpax.sites.coordinator_program import (
     weighted_terms,
 )
 from fedpax.sites.downlink import WHOLE, Downlink, whole
+from fedpax.sites.participants import Participants, note_opened
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import OF_ONE, SUM, Uplink, ask_for_sums, check_is_sum
 from fedpax.sites.site_experiment import Json
@@ -51,29 +52,6 @@ from fedpax.transforms.stages import Request, Stages
 
 MOST_SHARE = 0.5
 """Part of the weight beyond which a site of three and more is told."""
-
-
-class Participants(NamedTuple):
-    """The clients that take part in a stage, by site: their numbers, and places in the program."""
-
-    clients: Mapping[str, Sequence[int]]
-    slots: Mapping[str, Sequence[int]]
-    firsts: Mapping[str, int]
-    total: int
-
-    @property
-    def cohort_size(self) -> int:
-        """The number of clients."""
-        return sum(map(len, self.clients.values()))
-
-    def of(self, sites: Mapping[str, Any]) -> "Participants":
-        """Return the participants of some sites."""
-        return Participants(
-            {name: x for name, x in self.clients.items() if name in sites},
-            {name: x for name, x in self.slots.items() if name in sites},
-            {name: x for name, x in self.firsts.items() if name in sites},
-            self.total,
-        )
 
 
 class StageCalls:
@@ -141,7 +119,13 @@ class StageCalls:
             check_is_sum(stage, divided.adds(request.stage))
             count = {name: len(chosen) for name, chosen in who.clients.items()}
             replies = self.ask_for_sum(
-                task, stage.terms, count, quorum, rules.round_seconds, divided.least_masked or 0
+                task,
+                stage.terms,
+                count,
+                quorum,
+                rules.round_seconds,
+                divided.least_masked or 0,
+                who,
             )
         else:
             replies = self._exchange.ask(task, quorum, rules.round_seconds, self._stop)
@@ -162,6 +146,7 @@ class StageCalls:
         quorum: int,
         seconds: float,
         least_clients: int = 0,
+        who: Participants | None = None,
     ) -> dict[str, SiteReply] | None:
         """Ask for a secure sum of terms, whose values are in the first reply."""
         exchange, stage = self._exchange, task.header["stage"]
@@ -179,6 +164,9 @@ class StageCalls:
                 clients=clients,
                 least_clients=least_clients,
                 report=self._report,
+                before_opening=lambda present: note_opened(
+                    exchange, self._folder, task, who, present
+                ),
                 asked=asked,
                 signer=self._signer,
             )

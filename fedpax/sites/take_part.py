@@ -98,7 +98,10 @@ def take_part(
                 stop=lambda: preemption.signal is not None,
                 give_up_after=give_up_after,
                 sums=SecretTerms(
-                    site_name, only_sums_of, signer_of(certificates, connection.server_name)
+                    site_name,
+                    only_sums_of,
+                    signer_of(certificates, connection.server_name),
+                    folder,
                 ),
                 personal=personal,
                 sends_metrics=not no_metrics,

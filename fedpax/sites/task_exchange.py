@@ -3,7 +3,7 @@
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class TaskExchange:
         self.find_misfit: Callable[[str, Json], str | None] = lambda name, description: None
         self.types: Json | None = None  # of a batch
         self.round, self.finished, self.waits_for = 0, False, "sites"
+        self.opened: dict[str, Any] = {}  # who is in the last secure sums, by the kind of task
         self.sent_bytes = self.received_bytes = 0
         self.max_message_bytes = SMALL_MESSAGE
         self.awaits_model: Callable[[str], bool] = lambda name: False  # a site, at the end
@@ -301,10 +302,10 @@ class TaskExchange:
             }
         )
 
-    def begin_agreement(self) -> list[SiteRecord]:
+    def begin_agreement(self, only: Collection[str] | None) -> list[SiteRecord]:
         """Give numbers to the clients of the sites that are heard, and return these sites."""
         with self._changed:
-            present = self.present(ready=False)
+            present = [s for s in self.present(ready=False) if only is None or s.name in only]
             self.sites.keep(present)
             return present
 
@@ -347,8 +348,7 @@ class TaskExchange:
         self, task: Task, quorum: int, seconds: float, stop: Callable[[], bool]
     ) -> dict[str, SiteReply] | None:
         """Ask sites; return the replies by name, sorted; None: `stop()`, or no quorum is left."""
-        # It waits until each site has answered, is silent or is overdue, or, after `seconds`, for a
-        # quorum.
+        # It waits until each site has answered, is silent or late; after `seconds`, for a quorum.
         deadline = time.monotonic() + seconds
         self._forget_replies()
         with self._changed:

@@ -147,7 +147,7 @@ def run(
     )
     if (saved := read_federation(own_folder)) is not None:
         exchange.run, exchange.inputs = saved["run"], saved["inputs"]
-        exchange.agreed = saved.get("agreed")
+        exchange.agreed, exchange.opened = saved.get("agreed"), saved["opened"]
         table.restore(saved["sites"])
     with contextlib.ExitStack() as stack:
         coordinator = stack.enter_context(
@@ -246,7 +246,7 @@ def take_part(
             stop=lambda: bool(failures),
             give_up_after=5.0,
             personal=personal,
-            sums=SecretTerms(name, signer=signer),
+            sums=SecretTerms(name, signer=signer, folder=own),
             sends_metrics=sends_metrics,
         )
         with contextlib.closing(site):

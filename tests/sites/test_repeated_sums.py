@@ -1,0 +1,186 @@
+"""Two secure sums of the same values over different sites are not both opened."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedpax.secure_sums import CoordinatorSide, Message
+from fedpax.settings.client_methods import method
+from fedpax.sites.coordinator_rounds import Coordinator, FailedRoundError
+from fedpax.sites.participants import OPENED, OpenedSums
+from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.site_files import FEDERATION
+from fedpax.sites.stage_calls import StageCalls
+from fedpax.sites.task_exchange import TaskExchange
+from fedpax.sites.tasks import new_token
+from fedpax.transport.calls import DisconnectedError
+from sites.federation import Line, run, write_hospitals
+from sites.small_experiment import assert_made_by, small
+from sites.test_equals_training import SIZES, experiment
+
+NAMES = "abcd"
+RULES = RoundRules(3, 60.0, secure_sums=True)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collect the sites of each sum that a coordinator asks sites to open."""
+    sums: list[str] = []
+    advance = CoordinatorSide.advance
+
+    def note(side: CoordinatorSide) -> Any:
+        requests = advance(side)
+        if side.done:
+            sums.append("".join(side.present))
+        return requests
+
+    monkeypatch.setattr(CoordinatorSide, "advance", note)
+    return sums
+
+
+class Away(Line):
+    """A line that is lost for three seconds, from its start or around one of its opened sums."""
+
+    def __init__(self, exchange: TaskExchange, when: str = "start", number: int = 1) -> None:
+        super().__init__(exchange)
+        self._until, self._when, self._number = 0.0, when, number
+        if when == "start":
+            self._leave()
+
+    def _leave(self) -> None:
+        self._until, self._when = time.monotonic() + 3, ""
+
+    def call(self, message: Message, timeout: float) -> Message:
+        """Call the coordinator."""
+        fields = message.header.get("fields", {})
+        is_reveal = fields.get("answer", {}).get("phase") == "reveal"
+        self._number -= is_reveal
+        if is_reveal and self._when == "before" and not self._number:
+            self._leave()
+            super().call(Message({**message.header, "kind": "leave", "failed": True}), timeout)
+        if time.monotonic() < self._until:
+            raise DisconnectedError("memory: lost")
+        answer = super().call(message, timeout)
+        if is_reveal and self._when == "after" and not self._number:
+            self._leave()
+            super().call(Message({**message.header, "kind": "leave", "failed": True}), timeout)
+        return answer
+
+
+def four_sites(rounds: int = 2) -> dict[str, Any]:
+    return {name: small(rounds=rounds, data_seed=i) for i, name in enumerate(NAMES)}
+
+
+def test_sites_answer_no_sum_that_differs_by_one_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: list[str], notes: list[str]
+) -> None:
+    """Not for the same model, nor for one that differs a little."""
+    ask, second = StageCalls.ask, list[Any]()
+
+    def twice(calls: StageCalls, divided: Any, request: Any, token: str, *args: Any) -> Any:
+        header, who, _ = args
+        replies = ask(calls, divided, request, token, *args)
+        others = who.of(dict.fromkeys("abc"))
+        for change in (0, 1e-6):
+            shared = [x + change for x in request.shared]
+            again = request._replace(shared=shared), new_token(), header, others, 3
+            second.append(ask(calls, divided, *again))
+        return replies
+
+    monkeypatch.setattr(StageCalls, "ask", twice)
+    monkeypatch.setattr("fedpax.sites.stage_calls.note_opened", lambda *_: None)
+    run(small(rounds=1), four_sites(1), tmp_path, rules=RULES, first_round_needs=4)
+    assert second == [None, None] and opened == [NAMES]
+    told = "no reply: the sum of 'round 1 0' was opened before: of other sites or clients, it would"
+    assert sum(text.startswith(told) and "a, b, c, d" in text for text in notes) == 6
+
+
+def test_a_sum_that_some_have_opened_is_asked_of_the_same_sites(
+    tmp_path: Path, opened: list[str], notes: list[str]
+) -> None:
+    rules = RULES._replace(secure_threshold=4)  # such that the sum is not opened without d
+    lines = {"d": lambda exchange: Away(exchange, "before")}
+    sites = four_sites()
+    outcome = run(small(rounds=2), sites, tmp_path, rules=rules, first_round_needs=4, lines=lines)
+    assert_made_by(outcome.params, sites, 2, NAMES)
+    assert opened == [NAMES, NAMES]
+    assert any(text.startswith("waiting for d: a sum of 4 sites was opened") for text in notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "sums"),
+    [("fedavg", 1, 3), pytest.param("mime", 3, 4, marks=pytest.mark.slow)],
+)
+def test_sums_are_of_the_same_sites_if_one_leaves_between_averages_or_stages(
+    tmp_path: Path, opened: list[str], notes: list[str], name: str, number: int, sums: int
+) -> None:
+    write_hospitals(tmp_path / "data", {**SIZES, "d": (30,)})
+    fields = {"method": method(name), "rounds": 1}
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", **fields) for s in NAMES}
+    kept = {}
+    for where, lines in {"whole": {}, "away": {"d": lambda x: Away(x, "after", number)}}.items():
+        outcome = run(
+            experiment(**fields),
+            sites,
+            tmp_path / where,
+            rules=RULES,
+            first_round_needs=4,
+            lines=lines,
+        )
+        kept[where] = outcome.coordinator.exchange.inputs, *outcome.params
+    assert kept["whole"][0] == kept["away"][0]
+    for leaf, other in zip(kept["whole"][1:], kept["away"][1:], strict=True):
+        np.testing.assert_array_equal(leaf, other)
+    assert opened == (2 * sums + 1) * [NAMES]
+    assert any(text.startswith("waiting for d: a sum of 4 sites was opened") for text in notes)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_restarted_coordinator_waits_for_the_sites_of_an_opened_sum(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    opened: list[str],
+    notes: list[str],
+    forgets: bool,
+) -> None:
+    save = Coordinator._save
+    monkeypatch.setattr(Coordinator, "_save", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(small(rounds=2), four_sites(), tmp_path, rules=RULES, first_round_needs=4)
+    monkeypatch.setattr(Coordinator, "_save", save)
+    sites = four_sites()
+    if not forgets:
+        outcome = run(small(rounds=2), sites, tmp_path, rules=RULES, lines={"d": Away})
+        assert_made_by(outcome.params, sites, 2, NAMES)
+        assert opened == 3 * [NAMES]
+        assert any(text.startswith("waiting for d: a sum of 4 sites") for text in notes)
+        return
+    path = tmp_path / "coordinator" / FEDERATION
+    saved = json.loads(path.read_text())
+    assert saved["opened"]["round"][0] == 1
+    path.write_text(json.dumps({**saved, "opened": {}}))  # a copy that is older
+    with pytest.raises(FailedRoundError, match=r"a: the sum of 'round 1 0' was opened before"):
+        run(small(rounds=2), {name: sites[name] for name in "abc"}, tmp_path, rules=RULES)
+    assert opened == [NAMES]
+
+
+def test_opened_sums_outlive_the_process(tmp_path: Path) -> None:
+    path = tmp_path / OPENED
+    sums = OpenedSums(path)
+    for _ in range(2):
+        sums.add("question", ["a", "b"])
+    sums.add("round 1 0", {"sites": ["a"], "clients": [0]})
+    with path.open("a") as file:
+        file.write('["round 2 0", {"si')  # a process that was killed
+    sums = OpenedSums(path)
+    sums.add("round 2 0", ["b"])
+    known = OpenedSums(path)
+    assert [known.get(name) for name in ("question", "round 2 0", "x")] == [["a", "b"], ["b"], None]
+    assert known.get("round 1 0") == {"sites": ["a"], "clients": [0]}
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")]
+    assert len(lines) == 3
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -58,8 +58,8 @@ def agnostic(
         x      <- x - sum_{i in S} lambda_i (x - y_i) / sum_{i in S} lambda_i
         lambda <- project(lambda + gamma v),   v_i = N / |S| f_i(x) for i in S, else 0
 
-    with the Euclidean projection to the simplex. A client whose f_i(x) is NaN or infinite is left
-    out of the ascent, and of |S|.
+    with the Euclidean projection to the simplex. A client whose f_i(x) is not finite is left out of
+    the ascent, and of |S|.
 
     With all clients in the cohort and one local step this is AFL. Otherwise it is DRFA's round, but
     one cohort, drawn uniformly, trains with weighted y_i and has its losses measured at x. DRFA
@@ -72,7 +72,7 @@ def agnostic(
         client_optimizer: any optax optimizer.
         mixture_learning_rate: gamma, at least 0. With 0, lambda stays as it is.
         initial_mixture: the first lambda, nonnegative `[num_clients]`, divided by its sum. Default
-            None: 1 / N each. With the clients' numbers of examples and gamma = 0, this is `fedavg`.
+            None: 1 / N each.
         server_optimizer: as in `fedavg`.
         aggregator: as in `fedavg`, with the weights lambda_i.
         chunk_size: as in `fedavg`.

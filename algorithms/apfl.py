@@ -76,17 +76,16 @@ def apfl(
         cohort_size: number of clients in a round.
         num_clients: number of clients in the population.
         client_optimizer: any optax optimizer, for w_i and for v_i, anew each round.
-        mixing: the first alpha_i, from 0 to 1. With 0 the personal models are the shared one, with
-            1 they are trained alone.
+        mixing: the first alpha_i, from 0 to 1.
         mixing_learning_rate: eta_alpha, at least 0. Default 0: alpha_i stays as it is.
         server_optimizer: as in `fedavg`.
         aggregator: combines the x - w_i, as in `fedavg`.
         chunk_size: as in `fedavg`.
 
     Returns:
-        `init(params)` and `round(state, cohort)`, as in `fedavg`. All v_i start at `params`. A
-        round needs `cohort.client_ids`, and costs two gradients per batch. Metrics: of the
-        shared model, and `"personal_loss"`, f_i at m_i. `apfl_models` reads the m_i.
+        `init(params)` and `round(state, cohort)`, as in `fedavg`. A round needs
+        `cohort.client_ids`, and costs two gradients per batch. Metrics: of the shared model, and
+        `"personal_loss"`, f_i at m_i. `apfl_models` reads the m_i.
 
     Raises:
         ValueError: `mixing` not from 0 to 1; `mixing_learning_rate` below 0; `num_clients`

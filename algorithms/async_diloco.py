@@ -88,16 +88,15 @@ def async_diloco(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `diloco`. `cohort.schedule` is an
-        `ArrivalOrder` or None. All arrivals have the same weight; an island without a valid step,
-        or of which `cohort.num_examples` is 0, contributes nothing. Metrics are averaged over
-        arriving islands, with a schedule `"arrivals"` is their number, and the aggregator's are
-        averaged over the positions at which an update arrives.
+        `ArrivalOrder` or None. All arrivals weigh the same; an island without a valid step, or of
+        which `cohort.num_examples` is 0, contributes nothing. Metrics are averaged over arriving
+        islands, with a schedule `"arrivals"`.
 
     Raises:
         TypeError: `islands` is not an int, or `inner_optimizer` is not optax's; in a round, a
             schedule of another type.
-        ValueError: a setting is out of range; an aggregator that needs all updates at once, such as
-            a median; in a round, batches without an axis of size `islands`.
+        ValueError: a setting is out of range; an aggregator that `needs_all`; in a round, batches
+            without an axis of size `islands`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp

@@ -53,7 +53,7 @@ def branch_train_merge(
 
     A round communicates only the metrics. The paper's gains need experts of different domains.
 
-    `state.params` is the merge with equal weights, computed when it is read or saved.
+    `state.params` is the merge with equal weights.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.

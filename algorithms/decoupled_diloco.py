@@ -60,36 +60,33 @@ def decoupled_diloco(
 
     and each island that is up takes the new x_p `delay` steps after it has sent y_ip. `merge` is
     the `directional_mean`, for embeddings the plain mean. An island that returns takes the whole
-    outer model, and keeps its inner optimizer's state.
+    outer model.
 
     A round merges each fragment once. `cohort.schedule`, from `fedpax.simulation.island_arrivals`,
-    holds which islands take part, their weights and numbers of steps; any set of islands runs the
-    same compiled round. Without a schedule, this is `streaming_diloco` with the same aggregator.
+    holds which islands take part, their weights and numbers of steps. Without a schedule, this is
+    `streaming_diloco` with the same aggregator.
 
-    In the paper, tau is 2 steps, and a transfer may last over several merges. Here `delay` is below
-    S, the largest number of steps between merges. An island sends after S - `delay` steps, or after
-    its last one if it takes fewer.
-
-    Compile time grows with P: a round has 2 P loops of inner steps (P without delay).
+    `delay` is below S, the largest number of steps between merges. An island sends after S -
+    `delay` steps, or after its last one if it takes fewer.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands.
         inner_optimizer: any optax optimizer; the paper uses AdamW.
         outer_optimizer: any optax optimizer, applied to each fragment with a separate state.
-            Default None: as in `streaming_diloco`; the paper's values are not known.
+            Default None: as in `streaming_diloco`.
         fragments: P, or a function `(path, leaf) -> fragment`, as in `streaming_diloco`. Default 1:
-            the whole model. The paper has 24.
+            the whole model.
         delay: tau, as in `streaming_diloco`. Default 0: nothing overlaps.
         aggregator: merges the Delta_i, with a state per fragment. Default None: `directional_mean`.
 
     Returns:
-        `init(params)` and `round(state, cohort)`, with the state of `streaming_diloco`. The
-        leaves of `cohort.batches` are `[islands, P * S, batch, ...]`: for each merge the S steps
-        that an island may take before it, `max_steps_per_sync` of `fragment_syncs`. With a
-        schedule, `cohort.num_examples` and `cohort.num_steps` are not used. Metrics, all float32
-        scalars: `"loss"` and the metrics of `loss_fn`, averaged over all steps; with a schedule
-        `"participants"`, the islands in a merge, averaged over merges; and the aggregator's.
+        `init(params)` and `round(state, cohort)`, with the state of `streaming_diloco`. The leaves
+        of `cohort.batches` are `[islands, P * S, batch, ...]`: for each merge the S steps that an
+        island may take before it, `max_steps_per_sync` of `fragment_syncs`. A schedule replaces
+        `cohort.num_examples` and `cohort.num_steps`. Metrics, all float32 scalars: `"loss"` and the
+        metrics of `loss_fn`, averaged over all steps; with a schedule `"participants"`, the islands
+        in a merge, averaged over merges; and the aggregator's.
 
     Raises:
         TypeError: a setting has another type; in a round, the schedule has another type.

@@ -59,9 +59,7 @@ def eager_diloco(
         Delta_i^t = x_i - y_i;
         x_i <- Outer_i(x_i, mean_j Delta_j^(t-1) + (Delta_i^t - Delta_i^(t-1)) / M).
 
-    With a linear outer optimizer, such as SGD with Nesterov momentum, the islands' models differ by
-    less than one round's outer gradients. In the first round the Delta_j of the previous one are 0.
-    With one island this is `diloco`.
+    In the first round the Delta_j of the previous one are 0. With one island this is `diloco`.
 
     A round in which every island is absent moves the models too, and has the `"loss"` 0.
 

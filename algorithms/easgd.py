@@ -46,8 +46,8 @@ def easgd(
 
         d_i = x_i - c;   x_i <- x_i - alpha d_i;   c <- c + beta mean_i d_i.
 
-    Both updates use the old values. In the paper, with tau = 1, gradient and elastic step are taken
-    at the same point; here the elastic step follows. Momentum in the optimizer gives EAMSGD.
+    Both updates use the old values; the elastic step follows the local ones. Momentum in the
+    optimizer gives EAMSGD.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.

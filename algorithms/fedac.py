@@ -72,9 +72,8 @@ def fedac(
 
     Args:
         loss_fn: f, `(params, batch) -> (loss, metrics)`.
-        cohort_size: number of clients in a round. In the paper, all clients.
-        rates: eta, gamma, alpha and beta: `fedac_i(...)` or `fedac_ii(...)` sets them for a
-            strongly convex loss.
+        cohort_size: number of clients in a round.
+        rates: eta, gamma, alpha and beta, from `fedac_i` or `fedac_ii`.
         aggregator: combines the clients' pairs of differences, of w_ag and of w, as one pytree.
             Default None: their weighted mean.
         chunk_size: as in `fedavg`.

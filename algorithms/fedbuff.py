@@ -58,22 +58,20 @@ def fedbuff(
         x_(t+1) = x_t - eta / K sum_i (1 + s_i)^(-1/2) (x_(t - s_i) - y_i).
 
     A round is one server update, whose K clients train at the same time, as in `fedavg`.
-    `fedpax.simulation.buffered_arrivals` computes which clients arrive and their staleness. Without
-    a schedule this is `fedavg`.
+    `fedpax.simulation.buffered_arrivals` computes which clients arrive and their staleness.
 
     Memory: `max_staleness + 1` versions of the model besides the model, sharded like it.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
-        buffer_size: K, number of arrivals in a round. The paper's experiments have 10.
+        buffer_size: K, number of arrivals in a round.
         max_staleness: the largest staleness that is used; a staler update has weight 0. With 0, all
             clients start from the current model.
         client_optimizer: any optax optimizer; it starts anew at each client.
         server_optimizer: as in `fedavg`; the paper's is SGD with learning rate eta.
         staleness_fn: the factor of an update by its staleness. Default None: the paper's
             `polynomial_staleness(0.5)`.
-        aggregator: combines the scaled pseudo-gradients, as in `fedavg`. A private one has no
-            metric `"epsilon"`: a client can arrive twice in a round.
+        aggregator: as in `fedavg`. A private one has no metric `"epsilon"`.
         chunk_size: as in `fedavg`.
 
     Returns:

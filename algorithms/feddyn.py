@@ -70,8 +70,6 @@ def feddyn(
         h   <- h - alpha S / N mean_i (y_i - x)
         x   <- mean_i y_i - h / alpha.
 
-    At a fixed point g_i = grad f_i(x), so that x is a stationary point of the mean of the f_i.
-
     Args:
         loss_fn: f, `(params, batch) -> (loss, metrics)`.
         cohort_size: S, number of clients in a round.
@@ -85,8 +83,8 @@ def feddyn(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. All g_i and h start at 0. A round
-        needs `cohort.client_ids`. The reported loss is `loss_fn`. The paper averages uniformly:
-        with `cohort.num_examples`, or an inexact aggregator, h is not exactly the mean of the g_i.
+        needs `cohort.client_ids`. The paper averages uniformly: with `cohort.num_examples`, or an
+        inexact aggregator, h is not exactly the mean of the g_i.
 
     Raises:
         ValueError: `alpha` below 0; `num_clients` below `cohort_size`; in a round,

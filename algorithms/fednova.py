@@ -48,7 +48,7 @@ def fednova(
 
     with p_i = n_i / sum_j n_j. With SGD of learning rate eta, A_i = eta tau_i for tau_i local
     steps. In general A_i is the paper's eta |a_i|_1: the distance that tau_i steps move a scalar
-    parameter along a gradient of 1. This is exact for optimizers that are linear in the gradients.
+    parameter along a gradient of 1. This is exact for optimizers linear in the gradients.
 
     Args:
         loss_fn: f, `(params, batch) -> (loss, metrics)`.
@@ -61,7 +61,7 @@ def fednova(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. The tau_i are the numbers of
-        valid steps. If all are equal, it is `fedavg`.
+        valid steps.
 
     Raises:
         ValueError: `client_optimizer` does not take a scalar parameter; and as in `fedavg`.

@@ -50,8 +50,7 @@ def fedprox(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. The reported loss is `loss_fn`'s,
-        without the proximal term. The paper draws clients in proportion to their examples and
-        averages uniformly; with clients drawn uniformly, weigh by `cohort.num_examples`.
+        without the proximal term. With clients drawn uniformly, weigh by `cohort.num_examples`.
 
     Raises:
         ValueError: `mu` below 0; and as in `fedavg`.

@@ -26,8 +26,6 @@ def fine_tuning_evaluation(
 ) -> Callable[[Params, Cohort, Cohort], Metrics]:
     """Make a program that evaluates a model on each client before and after fine-tuning.
 
-    Each client takes one optimizer step per batch of its training data.
-
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
         cohort_size: number of clients.

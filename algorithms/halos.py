@@ -79,10 +79,8 @@ def halos(
 ) -> FederatedAlgorithm[HALoSState]:
     """Update a region's model at each arrival of an island, and the global model at exchanges.
 
-    Islands reach the server of their region fast, and regions the global server over a slow
-    network; neither waits for the other. Island i of region r trains from the x_r of its last
-    arrival, up to y_i. With the model a_r of the last merge, the global model x, and the optimizers
-    `local` and `global` (delayed Nesterov):
+    Island i of region r trains from the x_r of its last arrival, up to y_i. With the model a_r of
+    the last merge, the global model x, and the optimizers `local` and `global` (delayed Nesterov):
 
         island i arrives:               x_r <- local(x_r, start - y_i)
         K arrivals after a merge:       u_r = a_r - x_r is sent to the global server
@@ -93,25 +91,22 @@ def halos(
     during an exchange, x_r keeps 1 - alpha, and the next K arrivals count from the merge.
 
     As in `async_diloco`, a round's islands train at the same time, then the servers process the
-    events of `cohort.schedule`, from `fedpax.simulation.regional_arrivals`. Without a schedule, all
-    islands and regions exchange at once.
+    events of `cohort.schedule`, from `fedpax.simulation.regional_arrivals`.
 
     The `aggregator`, with one state for all regions, is used as in `async_diloco`.
 
-    Communication per position: a sum over the islands of one model per region. Memory: four models
-    per region more than `async_diloco`. Compile time grows with the regions. `jax.grad` through a
-    round with a schedule raises.
+    Memory: four models per region more than `async_diloco`. `jax.grad` through a round with a
+    schedule raises.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
         regions: the region of each island, numbers from 0.
         inner_optimizer: any optax optimizer; the paper uses AdamW.
         local_server: the optimizer of the regions' servers. Default: learning rate 3.2, momentum
-            0.9, period 16, the authors' settings for 4 regions of 4 islands.
+            0.9, period 16.
         global_server: the optimizer of the global server. Default: learning rate 0.3, momentum 0.5,
-            period 2, the authors' settings for 4 regions.
-        merge_weight: alpha, share of the global model in a merge, from 0 to 1. Default 0.25, the
-            authors' choice.
+            period 2.
+        merge_weight: alpha, share of the global model in a merge, from 0 to 1. Default 0.25.
         aggregator: combines the updates that arrive at a region at the same time. Default None:
             their sum.
 
@@ -123,9 +118,8 @@ def halos(
     Raises:
         TypeError: a server is no `DelayedNesterov`, or `inner_optimizer` is not optax's; in a
             round, a schedule of another type.
-        ValueError: a setting is out of range, or a region has no island; an aggregator that needs
-            all updates at once, such as a median; in a round, batches without an axis of size
-            `len(regions)`.
+        ValueError: a setting is out of range, or a region has no island; an aggregator that
+            `needs_all`; in a round, batches without an axis of size `len(regions)`.
 
     Example:
         >>> import fedpax
@@ -152,8 +146,7 @@ def halos(
         [5.25, 8.0]
 
     Reference:
-        Kim et al., HALoS, arXiv:2506.04531, algorithm 1. Exchanges and settings: the authors'
-        simulator, github.com/utnslab/halos.
+        Kim et al., HALoS, arXiv:2506.04531, algorithm 1. Settings: github.com/utnslab/halos.
     """
     check_optimizer("halos", "inner_optimizer", inner_optimizer)
     region_of = check_regions(regions)

@@ -22,14 +22,12 @@ def local_sgd(
     Each island i takes H steps, one per batch, from the shared model x to y_i; then
     x <- mean_i y_i. H = 1 is synchronous mini-batch SGD.
 
-    It is `diloco` with SGD of learning rate 1 outside. Unlike in `fedavg`, the optimizer's state
-    stays on its island, and the mean is uniform.
+    It is `diloco` with SGD of learning rate 1 outside.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands, the paper's workers.
-        optimizer: any optax optimizer; the paper's is SGD. A schedule counts the local steps over
-            all rounds.
+        optimizer: any optax optimizer; the paper's is SGD.
         aggregator: combines the differences x - y_i. Default None: their mean.
 
     Returns:

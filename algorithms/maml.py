@@ -51,8 +51,8 @@ def per_fedavg(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`, with batches of at least two
-        examples. Metrics are the adapted model's on D'. A batch with only one valid example has an
-        empty D': let `loss_fn` be 0 there.
+        examples. Metrics are the adapted model's on D'. Let `loss_fn` be 0 for an empty D', of a
+        batch with one valid example.
 
     Raises:
         ValueError: `adaptation_learning_rate` below 0; batches of fewer than two examples; and as

@@ -171,8 +171,7 @@ def mime_adam(
         b2: decay of the second moment, 0 to below 1.
         eps: added to the root of v, positive.
         initial_second_moment: the first v, at least 0. Default 1.0: the first round takes steps of
-            SGD with learning rate (1 - b1) eta / (1 + eps). With a small v, they are up to 1 / eps
-            times larger.
+            SGD with learning rate (1 - b1) eta / (1 + eps).
 
     Raises:
         ValueError: a setting out of range.

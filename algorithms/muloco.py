@@ -29,8 +29,8 @@ def muloco(
 ) -> FederatedAlgorithm[DiLoCoState]:
     """Train islands as DiLoCo does, with Muon inside.
 
-    Muon replaces the momentum M = U S V^T of a matrix by U V^T, so that steps have the same size in
-    all directions. Outer gradients can be compressed to 2 bits with error feedback:
+    Muon replaces the momentum M = U S V^T of a matrix by U V^T. Outer gradients can be compressed
+    to 2 bits with error feedback:
 
         muloco(loss_fn, islands=4,
                aggregator=compressed_mean(codecs.sign(bits=2), error_feedback=True))
@@ -39,11 +39,11 @@ def muloco(
         loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands.
         learning_rate: of Muon, and of Adam for parameters that Muon does not update. A number, or a
-            schedule of the inner step over all rounds. Default 0.02, as in the authors' code.
+            schedule of the inner step. Default 0.02, as in the authors' code.
         weight_dimension_numbers: which parameters are matrices, and which of their axes, as
             `optax.contrib.muon` takes them: a tree of `optax.contrib.MuonDimensionNumbers`, or None
             for a parameter that Adam updates. Default None: every parameter of two axes. Stacked
-            layers need it, and embeddings, which Muon should not update.
+            layers and embeddings need it.
         outer_optimizer: any optax optimizer. Default None: SGD with Nesterov momentum, learning
             rate 0.7 and momentum 0.6, as in the authors' code.
         aggregator: as in `diloco`. Default None: the mean in float32.

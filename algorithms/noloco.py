@@ -62,11 +62,10 @@ def noloco(
         Delta = ((y_i - phi_i) + (y_j - phi_j)) / 2;   phi = (phi_i + phi_j) / 2;
         delta_i <- beta delta_i + eta Delta - gamma (phi_i - phi);   phi_i <- phi_i + delta_i.
 
-    The gamma term keeps the spread of the models bounded. A round has no all-reduce of a model: it
-    communicates phi_i and y_i between partners, and the metrics.
+    A round has no all-reduce of a model: it communicates phi_i and y_i between partners, and the
+    metrics.
 
-    The pairs are from the matchings of a round-robin tournament. With an odd number of islands, one
-    has no partner.
+    With an odd number of islands, one has no partner.
 
     `state.params` is the mean of all islands, computed when it is read.
 
@@ -98,8 +97,7 @@ def noloco(
         ([1.5, 1.5], 1.5)
 
     Reference:
-        Kolehmainen et al., NoLoCo, arXiv:2506.10911, section 3, without its random routing through
-        pipeline stages.
+        Kolehmainen et al., NoLoCo, arXiv:2506.10911, section 3.
     """
     check_optimizer("noloco", "inner_optimizer", inner_optimizer)
     gamma = learning_rate if pull is None else pull

@@ -71,8 +71,8 @@ def papa(
             r: 1 - 0.01 * learning_rate(10 * r) / learning_rate(0)`. It can be traced.
 
     Returns:
-        `init(params)` and `round(state, cohort)`, as in `diloco`. All models weigh the same in the
-        average, also without a valid step; in a round without any valid step, all models stay.
+        `init(params)` and `round(state, cohort)`, as in `diloco`. All models weigh the same; in a
+        round without any valid step, all models stay.
 
     Raises:
         TypeError: as in `diloco`.
@@ -90,7 +90,7 @@ def papa(
 
     Reference:
         Jolicoeur-Martineau et al., PopulAtion Parameter Averaging (PAPA), arXiv:2304.03094,
-        algorithm 1. Permutation alignment and REPAIR, which the paper omits, are not implemented.
+        algorithm 1.
     """
     if not callable(alpha):
         remedy = "Pass 0.99, or 0.0 for papa_all."
@@ -159,8 +159,6 @@ def papa_2(
 
         w_i <- (w_i + w_j(i)) / 2,   j(i) = i + c mod n,   c uniform from 1 to n - 1.
 
-    Each model is then in two pairs, so the average of the population is kept exactly.
-
     Args:
         loss_fn: as in `papa`.
         islands: as in `papa`.
@@ -185,8 +183,8 @@ def papa_2(
         [3.0, 4.0, 6.0]
 
     Reference:
-        arXiv:2304.03094, algorithm 2 (PAPA-2). The authors' code, SamsungSAILMontreal/PAPA,
-        main.py, draws different pairs too, but from the first n of all n (n - 1) / 2 alone.
+        arXiv:2304.03094, algorithm 2 (PAPA-2). The authors' code draws from the first n pairs
+        alone.
     """
     if pairs not in ("random", "rotation"):
         raise ArgumentError(

@@ -65,19 +65,18 @@ def self_tuning(
 
         log h <- log h - update(d/d log h mean_i f_i(x'(h))),
 
-    where f_i is the loss of participant i on its first batches, and `update` is an optimizer. x'(h)
-    is differentiated in forward mode, also over loops with `num_steps`.
+    where f_i is the loss of participant i on its first batches, and `update` is an optimizer.
 
     Hyperparameters of the server cost one gradient of the f_i per round. Each one of the
     participants (learning rate, FedProx's mu) costs one more pass over the local steps. This pass
     stores the values of all participants' local steps, unless the method and `self_tuning` have a
     `chunk_size`.
 
-    A hyperparameter keeps its value in a round where its derivative is NaN or infinite, or every
-    participant is absent.
+    A hyperparameter keeps its value where its derivative is not finite, or every participant is
+    absent.
 
     To tune hyperparameters of participants that use Adam or AdamW, give these a small `eps_root`,
-    such as 1e-12: otherwise one gradient entry of 0, as below a ReLU, makes all derivatives NaN.
+    such as 1e-12: otherwise a gradient entry of 0 makes all derivatives NaN.
 
     Hyperparameters stay positive: write `optax.sgd(rate, momentum=1 - h["damping"])`.
 
@@ -85,11 +84,9 @@ def self_tuning(
         make_algorithm: makes the method from a dict of scalars, which can be traced. The structure
             of its state must not depend on their values.
         hyperparameters: initial values by name, positive.
-        loss_fn: `(params, batch) -> (loss, metrics)`, usually the method's own.
-        hyper_optimizer: any optax optimizer. Default None: `optax.adam(0.05)`, which changes a
-            hyperparameter by about 5% in a round.
-        tuning_steps: number of a participant's first batches in f_i, on which the method trains
-            too.
+        loss_fn: `(params, batch) -> (loss, metrics)`.
+        hyper_optimizer: any optax optimizer. Default None: `optax.adam(0.05)`.
+        tuning_steps: number of a participant's first batches in f_i.
         placement: name of the method's placement: "clients" or "islands".
         chunk_size: number of participants that a device evaluates at once; see `fedpax.program`.
 

@@ -90,12 +90,12 @@ def streaming_diloco(
         islands: number of islands.
         inner_optimizer: any optax optimizer; the paper uses AdamW.
         outer_optimizer: any optax optimizer, applied to each fragment with a separate state.
-            Default None: the paper's SGD with Nesterov momentum, learning rate 0.4, momentum 0.9.
-        fragments: P, the number of fragments, dealt by `layer_fragments(P)`. Or a function
-            `(path, leaf) -> fragment` for another assignment.
+            Default None: Nesterov SGD, learning rate 0.4, momentum 0.9, as in the paper.
+        fragments: P, the number of fragments, dealt by `layer_fragments(P)`. Or a function `(path,
+            leaf) -> fragment`.
         delay: tau, number of inner steps between the start of a transfer and its use, at least 0
-            and below H / P. With 0 nothing overlaps. With `mixing=0.0`, the new fragment replaces
-            an island's own, and its last tau steps on it are lost.
+            and below H / P. With 0 nothing overlaps. With `mixing=0.0`, an island's last tau steps
+            on the fragment are lost.
         mixing: alpha, share of an island's own fragment that it keeps, at least 0 and below 1. The
             paper uses 0 and 0.5.
         aggregator: combines the islands' outer gradients x_p - y_ip into Delta_p, with a state for

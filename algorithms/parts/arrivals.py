@@ -155,7 +155,7 @@ class DelayedNesterov(NamedTuple):
     Gradients that arrive together count as an arrival each, and are applied before the momentum.
 
     Attributes:
-        learning_rate: eta. An arrival moves x by eta / N times its gradient.
+        learning_rate: eta.
         momentum: beta, from 0 to 1.
         period: N, number of arrivals between updates of the momentum, at least 1.
         activation: c, from 0 to 1 / N: the share of the momentum that each arrival applies.

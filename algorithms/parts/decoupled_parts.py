@@ -48,10 +48,8 @@ def decoupled_diloco_parts(
 
     - Steps during the transfer of a fragment are added to the merged one, and are part of the next
       update.
-    - A late update is part of the next merge of its fragment. Its outer gradient is the difference
-      to the outer model that the island had.
-    - An update has the steps since the island's previous update of the fragment. Its weight is
-      tokens^2 / steps, as in the paper.
+    - A late update is part of the next merge of its fragment.
+    - An update's weight is tokens^2 / steps since the former one of the fragment.
 
     With a quorum of all islands and `max_steps_ahead=steps_per_sync` this is `decoupled_diloco`
     with `delay=0`.
@@ -66,13 +64,11 @@ def decoupled_diloco_parts(
         aggregator: merges the outer gradients of a fragment. Default None: `directional_mean`.
         codec: the format of an update on the wire. Default None: float32.
         error_feedback: whether an island adds the codec's error to its next update of the fragment.
-            Without a codec it has no effect.
-        quorum: K, number of islands that must send a fragment before it is merged; islands of one
-            certificate count once. Default 1.
+        quorum: K, number of islands that must send a fragment before it is merged; a certificate
+            counts once. Default 1.
         grace_seconds: the most seconds that the syncer waits after the quorum. Default 0.0.
         max_steps_ahead: the most inner steps that an island takes after the last merge that it has
-            received; then it waits. At least S, with which it waits for each merge. Default None:
-            32 S.
+            received; then it waits. Default None: 32 S.
         max_staleness: an update is dropped if its fragment was merged more often than this since
             the island took the update's first step.
         max_norm: an update with a larger L2 norm is dropped. Default None: up to 1e18.
@@ -175,8 +171,8 @@ def directional_mean(
             layer of a stack.
 
     Returns:
-        An aggregator without state and metrics. Where all updates are 0, or their directions cancel
-        but for rounding errors (a mean of norm 1e-6 or less), the result is 0.
+        An aggregator without state and metrics. The result is 0 where the directions cancel, up to
+        rounding.
 
     Example:
         >>> import fedpax

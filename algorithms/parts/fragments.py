@@ -140,7 +140,7 @@ def layer_fragments(
         3
 
     Reference:
-        Douillard et al., arXiv:2501.18512, section 2.2. The paper's fragments hold 3 layers each.
+        Douillard et al., arXiv:2501.18512, section 2.2.
     """
     if isinstance(num_fragments, bool) or not isinstance(num_fragments, int):
         raise ArgumentTypeError(

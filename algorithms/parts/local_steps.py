@@ -33,8 +33,7 @@ def local_steps(
     """Take one optimizer step per batch: `y <- y + update(grad loss_fn(y, batch))`.
 
     A batch is padding if its index is `num_steps` or more, or if `batches` is a dict with a field
-    `"mask"` that is zero for the whole batch. Its step changes nothing, and its values are never
-    read.
+    `"mask"` that is zero for the whole batch. Its step changes nothing.
 
     With `num_steps`, a loop of variable length computes no padded step, and `jax.grad` raises, but
     not `jax.jvp`.

@@ -46,8 +46,7 @@ class Aggregator(NamedTuple):
             nor the server optimizer's state.
         accountant: computes the metric `"epsilon"`.
         counts_alike: True if weights above 0 have no other effect, as in a median.
-        limits: `number of participants -> {argument: its largest value}`, to check settings of
-            experiments.
+        limits: `number of participants -> {argument: its largest value}`.
 
     Example:
         >>> import fedpax
@@ -218,8 +217,7 @@ it does to the aggregate happens on the server.
 def chain(*stages: AggregatorTransformation | Aggregator) -> Aggregator:
     """Chain transformations and the aggregator that they end in, as `optax.chain` does.
 
-    An update passes the stages in this order: `chain(first, second, aggregator)` is
-    `first(second(aggregator))`.
+    `chain(first, second, aggregator)` is `first(second(aggregator))`.
 
     Args:
         *stages: any number of transformations, then one aggregator.

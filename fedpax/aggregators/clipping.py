@@ -27,8 +27,7 @@ from fedpax.primitives import federated_map, federated_mean, federated_sum
 def clip_by_norm(max_norm: float) -> AggregatorTransformation:
     """Clip each participant's update to a norm: `u_i min(1, C / ||u_i||)`.
 
-    The norm is Euclidean, over all leaves. Without noise, this is norm bounding, against scaled-up
-    updates.
+    The norm is Euclidean, over all leaves.
 
     Args:
         max_norm: C, the largest norm, above 0.

@@ -61,14 +61,14 @@ def compressed_mean(
     A parameter of more than 65,536 entries is encoded with its minor axis sharded over the mesh
     axes within a participant, such as `fsdp`. Smaller parameters are gathered first.
 
-    Use error feedback with a fixed set of participants, such as islands. With sampled clients, the
-    residual of one client is added to the update of another.
+    Use error feedback with a fixed set of participants: with sampled clients, the residual of one
+    is added to the update of another.
 
     Args:
         codec: how an update is sent, such as `codecs.e3m0()`.
         error_feedback: whether participants add the unsent part to their next update. Biased
             codecs, such as `top_k` and `sign`, need it to converge.
-        decay: factor of the residual each round, above 0 and at most 1. SparseLoCo uses 0.95.
+        decay: factor of the residual each round, above 0 and at most 1.
         mean_codec: codec of the mean, with the blocks of `codec`. Default None: float32. A codec
             that draws random numbers by entry, such as `uniform`, rounds differently on different
             meshes.

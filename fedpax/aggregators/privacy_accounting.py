@@ -46,13 +46,13 @@ def privacy_spent(
 ) -> float:
     """Compute the epsilon of (epsilon, delta)-differential privacy after some rounds.
 
-    Sampling improves privacy (amplification). A shuffled pass over the population is no sampling:
+    A shuffled pass over the population is no sampling:
 
     - Poisson: every participant joins each round independently, with `sampling_probability`.
       Neighbouring populations differ by one participant, added or removed.
-    - Fixed size: each round draws `cohort_size` of `num_clients` participants, uniformly
-      without replacement. Neighbouring populations differ in one participant, replaced by another.
-      The sum then changes by up to `2 max_norm`, so that this epsilon is larger.
+    - Fixed size: each round draws `cohort_size` of `num_clients` participants, uniformly without
+      replacement. Neighbouring populations differ in one participant, replaced by another. The sum
+      then changes by up to `2 max_norm`.
     - Neither: every participant joins every round. One participant is added or removed.
 
     No sampling is accounted exactly. Poisson sampling is accounted by privacy loss distributions on
@@ -61,7 +61,7 @@ def privacy_spent(
 
     Args:
         noise_multiplier: z, the standard deviation of the noise of the sum over the clipping norm;
-            with adaptive clipping, that of both sums together, as in `private_mean`.
+            with adaptive clipping, of both sums together.
         num_rounds: number of rounds, at least 1.
         delta: well below 1 over the population's size.
         sampling_probability: probability of joining a round, for Poisson sampling.
@@ -69,7 +69,7 @@ def privacy_spent(
         num_clients: number of clients to draw from; given with `cohort_size`.
         discrete: the noise is discrete Gaussian, as in `private_secure_mean`, without sampling.
         releases_before: number of releases with the same noise multiplier to all clients before the
-            first round, such as 1 for the statistics of a table; without sampling.
+            first round; without sampling.
 
     Returns:
         Epsilon; infinity if `noise_multiplier` is below 1e-15.
@@ -113,7 +113,7 @@ def noise_multiplier_for(
 ) -> float:
     """Find the smallest noise multiplier that spends at most epsilon: inverts `privacy_spent`.
 
-    `epsilon` is the budget, above 0; the other arguments are those of `privacy_spent`.
+    `epsilon` is the budget, above 0; other arguments are as in `privacy_spent`.
 
     Returns:
         The noise multiplier, at most 0.001 above the smallest one.

@@ -64,7 +64,7 @@ def private_mean(
 
     The guarantee covers the model and the metrics of this aggregator, not the metrics of clients,
     such as `"loss"`. Methods that sum more without noise have no guarantee, and no metric
-    `"epsilon"`: their `FederatedAlgorithm.sent_exactly` names it.
+    `"epsilon"` (`FederatedAlgorithm.sent_exactly`).
 
     In one program, such as `jax.jit(round)`, this is a simulation: the seed tells the noise. In
     stages (`fedpax.stages`), the server draws the noise from the operating system.
@@ -72,12 +72,11 @@ def private_mean(
     Args:
         max_norm: C, above 0; with `quantile`, its initial value.
         noise_multiplier: z, at least 0.
-        seed: int, seed of the noise of a simulation. Choose another one for every other source of
-            noise.
-        delta: of the metric `"epsilon"`, between 0 and 1. Use well below 1 over the number of all
+        seed: int, seed of the noise of a simulation. Use another one for any other noise.
+        delta: of the metric `"epsilon"`, between 0 and 1. Well below 1 over the number of all
             clients.
         releases_before: number of means with this noise multiplier over the same clients before the
-            first round, such as the statistics of a table. `"epsilon"` counts them.
+            first round, such as the statistics of a table.
         expected_participants: m. Default None: the placement's size, for cohorts of fixed size.
             With Poisson sampling from a population of N, pass `sampling_probability * N`.
         quantile: gamma, between 0 and 1. Default None: keep C. The paper uses 0.5.
@@ -86,11 +85,11 @@ def private_mean(
 
     Returns:
         An aggregator with state `PrivateMeanState`. Participants of a weight above 0 are present,
-        with equal weights. Sums and noise are float32, and the result has the dtype of the updates,
-        float32 for integers. An update whose norm is infinite or NaN counts as 0. Parameters under
-        `optax.set_to_zero` get no noise. If all participants are absent, the noise moves the model.
-        Metrics: `"max_norm"`, C, `"noise_stddev"`, the standard deviation of each coordinate of the
-        mean, and with noise `"epsilon"`, spent so far without amplification by sampling.
+        with equal weights. The result has the dtype of the updates, float32 for integers. An update
+        whose norm is infinite or NaN counts as 0. Parameters under `optax.set_to_zero` get no
+        noise. If all participants are absent, the noise moves the model. Metrics: `"max_norm"`, C,
+        `"noise_stddev"`, the standard deviation of each coordinate of the mean, and with noise
+        `"epsilon"`, spent so far without amplification by sampling.
 
     Raises:
         TypeError: an argument is not a number, or `seed` is not an int.

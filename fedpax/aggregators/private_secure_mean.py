@@ -63,15 +63,14 @@ def private_secure_mean(
         k_i = round(R u_i / C min(1, C / ||u_i||)) + N_Z(0, s^2 / t),   s = z (R + sqrt(d) / 2),
 
     where N_Z is the discrete Gaussian distribution, and t is `min_participants`. The mean of m
-    present participants is `C / (R m) sum_i k_i`. Rounding moves an entry by at most 1/2, so that
-    one update changes the sum by at most `R + sqrt(d) / 2`. R is at most 2^20 and as large as the
-    sum permits.
+    present participants is `C / (R m) sum_i k_i`. R is at most 2^20 and as large as the sum
+    permits.
 
     The noise of t participants or more has at least the stated variance. With fewer, the protocol
     aborts: the result is 0. Epsilon is for one participant's update, replaced by 0:
     `privacy_spent(discrete=True, ...)`, without amplification by sampling.
 
-    In one program, this is a simulation, as in `secure_mean`: the known seed tells noise and masks.
+    In one program, this is a simulation, as in `secure_mean`.
 
     In stages (`fedpax.stages`), each participant that answers draws its noise from the operating
     system instead, and the engine masks the terms. A round with fewer than t answers is repeated or
@@ -80,9 +79,8 @@ def private_secure_mean(
     Args:
         max_norm: C, above 0.
         noise_multiplier: z, above 0.
-        seed: int, seed of noise and masks in a simulation. Choose another one for every other
-            source of noise.
-        delta: of the metric `"epsilon"`, between 0 and 1. Use well below 1 over the number of all
+        seed: int, seed of noise and masks in a simulation. Use another one for any other noise.
+        delta: of the metric `"epsilon"`, between 0 and 1. Well below 1 over the number of all
             clients.
         releases_before: as in `private_mean`.
         min_participants: t, at least 1. Default None: n, so that no participant may drop out.
@@ -111,8 +109,8 @@ def private_secure_mean(
         ('0.050', '0.05')
 
     Reference:
-        Kairouz et al., arXiv:2102.06387, algorithms 1 and 2, proposition 14, without their random
-        rotation and randomized rounding, which save bits of the modulus.
+        Kairouz et al., arXiv:2102.06387, algorithms 1 and 2, proposition 14, without random
+        rotation and randomized rounding.
     """
     name = "private_secure_mean"
     max_norm = check_norm(name, "max_norm", max_norm)

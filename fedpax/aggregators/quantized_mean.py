@@ -51,13 +51,13 @@ def quantized_mean(num_levels: int) -> Aggregator:
     share the step s of a leaf, the optimum for a normal distribution with their mean of |c_i|.
 
     The integers k_i are sent and summed: an entry is a digit in base n (L - 1) + 1 of a 32-bit
-    word. With four participants, one word holds 13 entries for two levels and 8 for four levels.
+    word.
 
     With weights w_i, x_i is scaled by n w_i / sum_i w_i before quantization. A participant of
     weight 0 is absent, and keeps its residual. The derivative is zero.
 
     Args:
-        num_levels: L, number of values of an entry on the wire, 2 to 256. With 2, signs are sent.
+        num_levels: L, number of values of an entry on the wire, 2 to 256.
 
     Returns:
         An aggregator with state `QuantizedMeanState` and no metrics. The mean is computed in

@@ -50,11 +50,11 @@ def secure_mean(
 
     Pairs of participants share masks of opposite signs. A participant of weight 0 drops out after
     the masks are agreed on: the server then recomputes its neighbours' masks, and the self masks of
-    the m present participants. The only error is the quantization, at most s / 2.
+    the m present participants.
 
     In one program, such as `jax.jit(round)`, this simulates cost, quantization and dropouts: masks
-    from a known seed give no security. A participant generates one pseudo-random vector of the
-    update's size per neighbour, and the server as many. With a `chunk_size`, memory is flat in n.
+    from a known seed give no security. A participant generates one pseudo-random vector per
+    neighbour, and the server as many. With a `chunk_size`, memory is flat in n.
 
     In stages (`fedpax.stages`), participants send the integers k_i, which the engine masks: Flower
     with `secure=true`, and sites with `--secure_sums`. Other engines reject the program.
@@ -63,9 +63,9 @@ def secure_mean(
         max_value: r, above 0. Entries are clipped to [-r, r].
         bits: bits per entry before masking, 2 to 24. The sum of n participants needs
             `n (2^(bits - 1) - 1) < 2^31`.
-        num_neighbors: number of participants that each one shares masks with, an even number: its
-            neighbours on a random ring, new in each round. Default None: all others.
-        seed: int, seed of the masks. The result does not depend on it.
+        num_neighbors: number of participants that each one shares masks with, an even number, on a
+            random ring. Default None: all others.
+        seed: int, seed of the masks.
 
     Returns:
         An aggregator with state `SecureMeanState`. All participants of a weight above 0 are

@@ -94,8 +94,8 @@ def terngrad(*, clip: float | None = None, block_size: int = BLOCK_SIZE) -> Code
     has 1.6 bits per entry and one float.
 
     Args:
-        clip: entries are clipped to this many standard deviations of their block first. It lowers
-            the variance and adds a bias. Default None: no clipping. The paper uses 2.5.
+        clip: entries are clipped to this many standard deviations of their block first. Default
+            None: no clipping. The paper uses 2.5.
         block_size: largest number of entries of a block. Default 1024. The paper uses one block per
             layer.
 

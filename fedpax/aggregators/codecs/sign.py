@@ -32,7 +32,7 @@ def sign(bits: int = 1, *, block_size: int = BLOCK_SIZE) -> Codec:
     On the wire a block has `bits` bits per entry and 2^(bits - 1) floats.
 
     Args:
-        bits: bits of a code, 1 to 4. SparseLoCo sends `top_k(1 / 64, values=sign(bits=2))`.
+        bits: bits of a code, 1 to 4.
         block_size: largest number of entries of a block. Default 1024.
 
     Returns:

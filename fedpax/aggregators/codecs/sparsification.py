@@ -111,8 +111,7 @@ def top_k(
 
     Args:
         fraction: fraction of the entries that is sent, above 0 and at most 1.
-        values: codec of the k values of a block. Default None: `float32()`, exact. SparseLoCo sends
-            2 bits: `top_k(1 / 64, values=sign(bits=2))`.
+        values: codec of the k values of a block. Default None: `float32()`, exact.
         block_size: largest number of entries of a block. Default 4096, as in SparseLoCo.
 
     Returns:

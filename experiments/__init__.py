@@ -1,7 +1,6 @@
 """Experiments: zero-argument functions, each returns a configuration that can be trained.
 
-`fedpax list` names them, and `find_experiment("fedavg_digits")()` makes one. The names of this
-package are for experiments of your own: base classes, and fields for a method or an aggregator.
+The names of this package are for experiments of your own.
 """
 
 from fedpax.lazy_names import lazy_names

@@ -59,8 +59,7 @@ from fedpax.training.experiment import Experiment, Run, Shardings
 class ClientExperiment(OnClientsMesh, OverSites, Experiment):
     """A model trained by a method for clients, on clients of different sizes.
 
-    With `mesh.clients=-1`, a round uses the largest number of devices that divides the cohort. A
-    run can resume on another number of devices: cohorts depend on the seed and the round alone.
+    With `mesh.clients=-1`, a round uses the largest number of devices that divides the cohort.
 
     Attributes:
         heldout_batch_size: examples in a batch of the evaluation.

@@ -89,9 +89,9 @@ def methods_synthetic() -> ExperimentGroup:
 def personal_digits() -> ExperimentGroup:
     """Methods for personal models on the problem of methods_digits.
 
-    The personal accuracy measures the clients' own models, the held-out loss the shared model.
-    HypCluster has no single shared model: its held-out loss measures the models that clients
-    choose. The client learning rate and the setting of each method are tuned.
+    The personal accuracy measures the clients' own models, the held-out loss the shared model. For
+    HypCluster it measures the models that clients choose. The client learning rate and the setting
+    of each method are tuned.
     """
     base = _digits(PersonalImages)
     # An evaluation of all clients takes as long as several rounds.

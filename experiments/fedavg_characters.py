@@ -99,11 +99,11 @@ def fedyogi_shakespeare() -> FedAvgCharacters:
     """FedYogi on Shakespeare's plays, next-character prediction, 10 of 715 roles. Downloads once.
 
     The settings of the paper: an LSTM of 820,522 parameters, clients weighted by their numbers of
-    characters. The loss of a batch is the mean over its characters, without padding.
+    characters.
 
     Reference:
         Reddi et al., arXiv:2003.00295, section 5 and appendix. The vocabulary and the rows: the
-        authors' code, TensorFlow Federated, research/optimization/shakespeare.
+        authors' code.
     """
     return FedAvgCharacters(
         dataset="federated_shakespeare",

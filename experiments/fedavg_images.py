@@ -243,8 +243,8 @@ def fedadam_emnist() -> FedAvgImages:
     The settings of the paper, with the learning rates and tau that are best in the authors' grid.
 
     Reference:
-        Reddi et al., arXiv:2003.00295, section 5 and appendix. The best learning rates and tau: the
-        authors' code, google-research/federated, optimization/docs/hyperparameters.md.
+        Reddi et al., arXiv:2003.00295, section 5 and appendix. Learning rates and tau:
+        google-research/federated.
     """
     return FedAvgImages(
         dataset="federated_emnist",
@@ -265,9 +265,8 @@ def fedyogi_cifar100() -> FedAvgImages:
     of crops differ between the images of a batch, unlike in the authors' code.
 
     Reference:
-        Reddi et al., arXiv:2003.00295, section 5 and appendix. The crops: the authors' code,
-        google-research/federated, optimization/README.md; the squared weights:
-        utils/models/resnet_models.py there.
+        Reddi et al., arXiv:2003.00295, section 5 and appendix. The crops and the squared weights:
+        google-research/federated.
     """
     return FedAvgImages(
         dataset="federated_cifar100",

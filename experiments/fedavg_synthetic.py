@@ -132,9 +132,6 @@ class FedAvgSynthetic(ClientExperiment):
 def fedavg_synthetic() -> FedAvgSynthetic:
     """FedAvg on FedProx's synthetic(1, 1), logistic regression of 30 clients. Takes seconds.
 
-    `--population.alpha` is the variance of the clients' models, and `--population.beta` the
-    variance of their inputs.
-
     Reference:
         Li et al., arXiv:1812.06127, section 5.1.
     """

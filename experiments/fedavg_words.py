@@ -207,12 +207,11 @@ def fedadam_stackoverflow() -> FedAvgWords:
     """FedAdam on Stack Overflow, next-word prediction, 50 of 342,477 users a round. Downloads once.
 
     The settings of the paper: an LSTM of 4,050,748 parameters, clients weighted by their numbers of
-    words. The loss of a batch is the mean over its words, without padding.
+    words.
 
     Reference:
-        Reddi et al., arXiv:2003.00295, section 5 and appendix. The best learning rates and tau, and
-        the weights: the authors' code, google-research/federated,
-        optimization/docs/hyperparameters.md and optimization/stackoverflow.
+        Reddi et al., arXiv:2003.00295, section 5 and appendix. Learning rates, tau and weights:
+        google-research/federated.
     """
     return FedAvgWords(
         dataset="federated_stackoverflow",

@@ -140,8 +140,8 @@ def with_regional_bytes(algorithm: FederatedAlgorithm) -> FederatedAlgorithm:
 def halos_text() -> HALoSText:
     """HALoS: the islands of async_diloco_text in two regions of two, in virtual time.
 
-    Islands communicate with the server of their region. After four updates of its islands, a region
-    exchanges models with the global server, which takes 5 seconds each way.
+    After four updates of its islands, a region exchanges models with the global server, which takes
+    5 seconds each way.
     """
     base = async_diloco_text()
     return HALoSText(**text_fields(base), trace=base.trace)

@@ -79,8 +79,7 @@ def client_store(
 
     Raises:
         ValueError: `num_clients` is below 1.
-        TypeError: a leaf is not an array of numbers or booleans. For a random key, store an integer
-            and fold it in.
+        TypeError: a leaf is not an array of numbers or booleans.
 
     Example:
         >>> store = client_store({"control": jnp.zeros(3)}, num_clients=5)
@@ -207,9 +206,8 @@ def scatter_clients(
         placement: the name of the mesh axis.
 
     Returns:
-        The store with these clients' states replaced; to update it in place, donate the old one.
-        Under `jax.jit`, which cannot raise, an index that is not below `num_clients` is ignored,
-        and of equal indices any one is written.
+        The store with these clients' states replaced. Under `jax.jit`, which cannot raise, an index
+        that is not below `num_clients` is ignored, and of equal indices any one is written.
 
     Raises:
         TypeError: `store` is not a `ClientStore`, or states are floats where it has integers.

@@ -127,11 +127,10 @@ def cost(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
 
     Bytes are counted for the federated operations: for each participant, the server values that it
     receives (each once) and the values that it sends. A value that passes from one map to another,
-    or that the program returns for each participant, is not sent. An exchange between participants
-    counts once, for the sender. For islands, one on each device, they are the operand bytes of the
-    compiled collectives along the placement's mesh axis. Compressed values count as sent bytes if
-    the aggregator marks them with `fedpax.aggregators.mark_sent`. Client states in a store do not
-    count.
+    or that the program returns for each participant, is not sent. For islands, one on each device,
+    they are the operand bytes of the compiled collectives along the placement's mesh axis.
+    Compressed values count as sent bytes if the aggregator marks them with
+    `fedpax.aggregators.mark_sent`. Client states in a store do not count.
 
     The program is traced, and compiled for the devices of the current mesh (for the peak memory).
     It does not run.

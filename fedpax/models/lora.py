@@ -60,8 +60,7 @@ class LoRAConfig(CheckedConfig):
     """The size of the adapters, and the weights that have one.
 
     Attributes:
-        rank: number of columns of A and rows of B. In an experiment, 0 trains all parameters of
-            the model and no adapters.
+        rank: number of columns of A and rows of B. In an experiment, 0 trains the whole model.
         alpha: the update A B is multiplied by alpha / rank.
         targets: names of the weights with an adapter, in every layer: query, key, value and output
             of attention; gate, up and down of the feed-forward network. Default (): all of them;
@@ -157,7 +156,7 @@ def merge(params: Params, adapters: Params, config: LoRAConfig) -> Params:
 
     Args:
         params: the transformer's parameters. They keep their dtypes: cast bfloat16 weights to
-            float32 first, to keep updates that are smaller than the weights' rounding.
+            float32 first.
         adapters: its adapters.
         config: the adapters' size.
 

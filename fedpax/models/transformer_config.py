@@ -14,13 +14,13 @@ class TransformerConfig:
     """Sizes and options of a decoder-only transformer.
 
     Attributes:
-        vocab_size: number of tokens in the vocabulary; 256 for bytes.
+        vocab_size: number of tokens; 256 for bytes.
         num_layers: number of layers.
         embed_dim: features of a token between layers.
         num_heads: number of query heads.
         num_kv_heads: number of key and value heads, a divisor of `num_heads`.
         head_dim: features per head, even. Default None: embed_dim / num_heads.
-        mlp_dim: hidden features of the feed-forward network, or of each expert.
+        mlp_dim: hidden features of the feed-forward network, or of an expert.
         feed_forward: "swiglu" with three matrices, or "gelu" (tanh formula) with two and no gate.
         num_experts: experts per layer in a mixture. Default 0: one dense feed-forward network.
         num_experts_per_token: number of experts that a token goes through. As in Mixtral, their
@@ -28,11 +28,11 @@ class TransformerConfig:
         norm_eps: epsilon of RMSNorm. Default 1e-6; Llama 3, Mistral and Mixtral use 1e-5.
         qk_norm: whether RMSNorm normalizes each head of queries and keys (QK-Norm), as in Qwen3.
         rope_base: base of the rotary positions: the longest wavelength, in tokens, over 2 pi.
-        rope_scaling_factor: factor that stretches the longest wavelengths, for sequences longer
-            than `rope_original_seq_len`, as in Llama 3.1. Default None: no stretching.
+        rope_scaling_factor: stretches the longest wavelengths, for sequences longer than
+            `rope_original_seq_len`, as in Llama 3.1. Default None: no stretching.
         rope_original_seq_len: sequence length for which the unstretched wavelengths were chosen.
-        sliding_window: number of tokens that a token attends to: itself and those just before it.
-            Default None: all earlier tokens.
+        sliding_window: number of tokens that a token attends to, itself included. Default None: all
+            earlier tokens.
         tied_embeddings: whether one table is both the embedding and the output projection.
         scale_embeddings: whether embeddings are multiplied by sqrt(embed_dim), as in Pax and Gemma.
         logit_softcap: replaces each logit by cap tanh(logit / cap). Default None: no cap.

@@ -43,7 +43,7 @@ def chunked_cross_entropy(
     On a mesh that shards tokens, one reduction at the end adds the table's gradients. On a mesh
     that shards the vocabulary, the logits stay sharded.
 
-    There is no forward-mode derivative; `fedpax.models.losses.cross_entropy` has one.
+    There is no forward-mode derivative.
 
     Args:
         features: `[batch, seq_len, embed_dim]`, floating. The logits are computed in this dtype
@@ -53,7 +53,7 @@ def chunked_cross_entropy(
         mask: `[batch, seq_len]`, the weight of each target in the mean. Default None: every weight
             is 1. If all weights are 0, the loss is 0.
         softcap: replaces each logit by cap tanh(logit / cap). Default None: no cap.
-        z_loss_weight: weight of the mean of log(sum(exp(logits)))^2, to keep the logits near 0.
+        z_loss_weight: weight of the mean of log(sum(exp(logits)))^2.
         tokens_per_chunk: tokens per device whose logits exist at once.
 
     Returns:

@@ -46,8 +46,8 @@ def ring_attention(
     With a contiguous causal split the last device has work in every step and the first in one. With
     `balanced`, each device computes on one early and one late part of 2 n parts instead.
 
-    On a mesh without the axis, or with one device along it, this is blockwise attention on each
-    device. The axis must be automatic. There is no forward-mode derivative.
+    Without the axis, this is blockwise attention on each device. The axis must be automatic. There
+    is no forward-mode derivative.
 
     Args:
         query: `[batch, seq_len, num_heads, head_dim]`, already rotated.
@@ -56,8 +56,8 @@ def ring_attention(
         value: as `key`.
         segments: int32 `[batch, seq_len]` or `[1, seq_len]`, the document of each token in a packed
             sequence. Default None: one document per row.
-        sliding_window: number of tokens that a token attends to: itself and those just before it.
-            Default None: all earlier tokens.
+        sliding_window: number of tokens that a token attends to, itself included. Default None: all
+            earlier tokens.
         axis: the mesh axis that shards the sequence.
         block: maximum number of keys whose scores exist at once.
         balanced: whether to balance the work. Default None: without a sliding window, if the other

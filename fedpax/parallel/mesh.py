@@ -59,8 +59,7 @@ def make_mesh(
     """Make a mesh of devices with named axes, such as `make_mesh(islands=4, fsdp=-1)`.
 
     - The axes have the order of the arguments. One size can be -1: all remaining devices.
-    - The mesh uses all devices, and keeps axes of size 1.
-    - On TPUs, the order of the devices follows the physical links.
+    - The mesh uses all devices.
     - On several TPU slices, the axis that communicates least runs between slices and every other
       axis stays within one; likewise on processes without TPUs, if the sizes allow it.
 

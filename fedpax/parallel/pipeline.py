@@ -89,13 +89,11 @@ def run_pipeline(
 ) -> tuple[Float[Array, "batch ..."], chex.ArrayTree]:
     """Apply a stack of layers to a batch, in a pipeline if the mesh has one.
 
-    Without a pipeline, this is a `jax.lax.scan` over the layers of the whole batch: on a mesh
-    without the axis or with one device along it, and inside a `jax.shard_map` over it.
+    Without a pipeline, this is a `jax.lax.scan` over the layers of the whole batch.
 
     With a pipeline, the axis must be automatic, and it alone becomes manual: other axes still shard
     the batch, and the layers within a stage. The batch axis of the features is sharded over `axis`
-    as well (rule "batch"), on the way in and out. Microbatches move around the ring of stages. A
-    device never holds more than its shard of the batch and two microbatches.
+    as well (rule "batch"), on the way in and out. Microbatches move around the ring of stages.
 
     Parameters never move between stages. With num_repeats > 1 they are stored as [num_repeats,
     layers / num_repeats, ...] with logical axes ("repeats", "layers", ...), the second one sharded

@@ -87,7 +87,7 @@ def concatenate_clients(
 
     Args:
         clients: for each client a dict of arrays `[examples, ...]`, with equal fields, other axes
-            and dtypes. The number of examples can differ between clients, and can be 0.
+            and dtypes.
 
     Returns:
         The examples, a dict of arrays `[examples, ...]`; and the population, for each client the

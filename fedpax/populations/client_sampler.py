@@ -46,8 +46,7 @@ class ClientSampler:
             in that round; it must depend on the round number alone. Default None: all clients in
             all rounds.
         sampling_probability: the probability q that an available client joins a round, above 0 and
-            at most 1. It cannot be combined with `weights`. Default None: cohorts of `cohort_size`
-            clients.
+            at most 1. Default None: cohorts of `cohort_size` clients.
         repeats: whether a subclass can draw a client more than once for a round, for
             methods without states of clients.
 

@@ -45,7 +45,7 @@ def partition_dirichlet(
 
     With `equal_sizes` (Hsu et al.), one participant after another draws a label distribution from
     Dirichlet(alpha * C * prior), C the number of labels, and then its examples without replacement.
-    Labels without an unassigned example are skipped. Differences from Hsu et al.:
+    Differences from Hsu et al.:
 
     - Their alpha is `alpha * C`.
     - Their prior is the label distribution of all examples, here of the unassigned ones, so that
@@ -57,7 +57,7 @@ def partition_dirichlet(
     Args:
         labels: integers `[examples]`, such as `source.column("label")`.
         num_participants: the number of participants.
-        alpha: the concentration, above 0; the smaller it is, the more participants differ.
+        alpha: the concentration, above 0.
         equal_sizes: whether the participants' numbers of examples differ by at most one.
         min_examples: the smallest number of examples per participant.
         seed: the random seed.
@@ -191,12 +191,10 @@ def partition_by_shards(
 ) -> RaggedPartition:
     """Sort examples by label, split them into equal shards, and assign the shards at random.
 
-    Most participants have at most `shards_per_participant` labels.
-
     Args:
         labels: integers `[examples]`.
         num_participants: the number of participants.
-        shards_per_participant: the number of shards per participant. Default 2, as in the paper.
+        shards_per_participant: the number of shards per participant. Default 2, the paper's.
         seed: the random seed.
 
     Returns:

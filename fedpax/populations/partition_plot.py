@@ -44,8 +44,8 @@ def plot_partition(
         labels: integers `[examples]`, one for each example of the source; None draws sizes alone.
         path: the PNG file to write. Default None: write no file.
         class_names: the names of the labels 0, 1, .... Default None: use the numbers.
-        participant_names: the names beside the bars. Default None: the partition's names, as
-            `partition_natural` gives them, else the numbers.
+        participant_names: the names beside the bars. Default None: the partition's names, else the
+            numbers.
         max_participants: the largest number of participants to draw as bars.
 
     Returns:

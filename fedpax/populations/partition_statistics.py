@@ -84,7 +84,7 @@ def partition_statistics(
 ) -> PartitionStatistics:
     """Measure how participants differ in the amounts and labels of their examples.
 
-    For a baseline, measure `partition_iid`: random samples differ too, small ones more.
+    For a baseline, measure `partition_iid`.
 
     Args:
         partition: for each participant the indices of its examples.

@@ -18,7 +18,7 @@ from fedpax.primitives.casts import checked_cast, host_array, real_number
 class DirichletClients(ComputedPartition):
     """A lazily generated population whose clients differ in their labels and sizes.
 
-    Client k depends on the arguments and k alone, and nothing is stored per client:
+    Client k depends on the arguments and k alone, and nothing is stored:
 
     1. Its number of examples is log-normal, rounded and clipped to 1, ..., `max_examples`.
     2. Its label distribution is drawn from Dirichlet(alpha * C * p), with C labels, p their
@@ -28,7 +28,7 @@ class DirichletClients(ComputedPartition):
     Args:
         labels: integers `[examples]`, the labels of the pool.
         num_clients: the size of the population.
-        alpha: the concentration, above 0; the smaller it is, the more clients differ.
+        alpha: the concentration, above 0.
         median_examples: the median number of examples per client.
         sigma: the standard deviation of the logarithm of a client's number of examples.
         max_examples: the largest number of examples per client.
@@ -220,8 +220,8 @@ def leaf_clients(
 
     Args:
         num_clients: number of clients; LEAF's example has 1,000.
-        cluster_probabilities: for each cluster, the probability that a client belongs to it. They
-            are positive, and their sum is 1. Default: one cluster, as in LEAF's code.
+        cluster_probabilities: for each cluster, the probability that a client belongs to it.
+            Default: one cluster.
         num_features: size of an input.
         num_classes: number of labels.
         seed: random seed.
@@ -291,8 +291,8 @@ def logistic_clients(
 
     Args:
         num_clients: number of clients; the paper has 30.
-        alpha: variance of the clients' models, which are normal around u_k, at least 0.
-        beta: variance of the clients' inputs, whose means are normal around B_k, at least 0.
+        alpha: variance of the clients' models, at least 0.
+        beta: variance of the clients' inputs, at least 0.
         num_features: size of an input.
         num_classes: number of labels.
         seed: random seed.

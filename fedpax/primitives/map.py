@@ -59,10 +59,9 @@ def federated_map(
 ) -> ArrayTree:
     """Run a function on every participant: `out[i] = fn(*[a[i] for a in args])`.
 
-    Server values that `fn` closes over are broadcast to the participants. The model axes of a mesh
-    are the same inside `fn` as outside. If `fn` closes over a placed value, every participant reads
-    the values of all: a `PlacedClosureWarning` then names it, once per program. Pass it as an
-    argument instead, or `federated_broadcast(value)` if this is intended.
+    Server values that `fn` closes over are broadcast to the participants. If `fn` closes over a
+    placed value, every participant reads the values of all: a `PlacedClosureWarning` then names it,
+    once per program. Pass `federated_broadcast(value)` if this is intended.
 
     Args:
         fn: takes one participant's slices and returns a pytree of arrays or numbers. If `fn` is
@@ -70,8 +69,7 @@ def federated_map(
             needs them, and not stored for every participant.
         *args: placed pytrees of arrays `[n, ...]` of any dtype; may be empty.
         placement: name of the placement. Default None: the only placement of the program.
-        chunk_size: number of participants that a device runs at once. A smaller number needs less
-            memory.
+        chunk_size: number of participants that a device runs at once.
 
             - None, the default: the program's setting, or else all participants.
             - A positive int. 1 runs `fn` unbatched, so that its conditionals and loops stay as
@@ -79,8 +77,7 @@ def federated_map(
             - "auto" on CPU: 1, because a core gains nothing from a batch of participants.
             - "auto" on GPU and TPU: the number of participants whose live values fit in a sixteenth
               of the chip's memory, or in 1 GiB if that is more or the chip is not in
-              `fedpax.planning.CHIPS`; at least 1. It is estimated from the jaxpr of `fn`, and
-              reduced to chunks of about equal size.
+              `fedpax.planning.CHIPS`; at least 1.
 
     Returns:
         The result of `fn`, with an axis of size `n` in front of every leaf.

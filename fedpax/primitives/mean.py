@@ -68,9 +68,9 @@ def federated_mean(
     A NaN weight gives NaN. Negative weights are used as given.
 
     The weights are added up in float32 (float64 for float64 values). Outside of `jax.jit`, a sum
-    above 3.4e38, or below 1.2e-38 and not 0, raises, and so does a mean whose products
-    `w[i] x[i]` are out of range. Inside, a sum above the range gives NaN, and weights and products
-    below it count as 0. Divide such weights by their largest one first.
+    above 3.4e38, or below 1.2e-38 and not 0, raises, and so does a mean whose products `w[i] x[i]`
+    are out of range. Inside, a sum above the range gives NaN, and weights and products below it
+    count as 0.
 
     Args:
         x: pytree of arrays `[n, ...]`, placed.

@@ -63,8 +63,6 @@ def buffered_arrivals(
     For each client that arrives or fails, another one begins: drawn uniformly from those that are
     up and not busy. A client that fails before its update has arrived loses it.
 
-    Clients that arrive in the same instant are added to the buffer together, before others begin.
-
     Args:
         trace: speeds and failures of the population.
         num_rounds: number of server updates.

@@ -41,7 +41,6 @@ def dynamic_local_steps(trace: Trace, num_steps: int) -> Int64[np.ndarray, " isl
     """Give each island a number of local steps in proportion to its speed (DyLU).
 
     `H_i = max(1, floor(v_i / v_max H))`, int64 `[islands]`, for a speed of v_i steps per second.
-    Islands then need nearly the same time, and the fastest takes H = `num_steps` steps.
 
     Raises:
         ValueError: `num_steps` is below 1.

@@ -72,7 +72,6 @@ def regional_arrivals(
     A region's server applies an island's update when it arrives, and the island continues from the
     new model. When a region has applied `updates_per_exchange` updates since it last merged, it
     sends its own update to the global server, and merges the global model when that has come back.
-    Meanwhile, islands train and arrive.
 
     At the same instant, arrivals come first, then sends, then the global server, then merges.
     Updates that arrive at a server together are applied together. An island that fails loses the

@@ -254,7 +254,7 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a byte-level byte-pair encoding (BPE) and write it as a `tokenizer.json`.
 
-    It can encode every text, because all 256 bytes are tokens.
+    It can encode every text.
 
     Args:
         texts: strings or UTF-8 bytes.

@@ -32,14 +32,13 @@ def out_of_core(
 ) -> Callable[Arguments, Result]:
     """Run a program whose placed arguments do not fit the devices' memory.
 
-    Results are equal; sums are accumulated chunk by chunk.
+    Sums are accumulated chunk by chunk.
 
     - Placed arguments stay on the host, as NumPy arrays or objects that can be sliced like one.
     - The next chunk is copied while one is computed: at most two are on the devices.
     - Results of shape `[n, ...]` are returned as NumPy arrays.
     - A value that the server computes from all participants at once is on the devices as a whole.
       `fedpax.explain` lists these values.
-    - Each part is compiled once for each set of argument shapes.
     - On a mesh, a chunk is sharded over the placement's axis.
 
     Args:

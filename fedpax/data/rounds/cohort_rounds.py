@@ -66,14 +66,14 @@ def cohort_rounds(
         batch_size: examples per step and client.
         local_epochs: how often a client iterates over its examples in a round.
         max_steps: the most steps of a client in a round; longer clients are truncated. Default
-            None: the steps of the largest client, for which the whole population is read.
+            None: the steps of the largest client.
         seed: the random seed of the examples' orders.
         num_devices: the size of the mesh's `clients` axis; it must divide the cohort.
         chunk_size: the number of clients that a device runs at once, as in the algorithm.
         preprocess: a function from the source's fields to a batch's, arrays of numbers; all are
-            `[examples, ...]`. Default: `image` to float32 in 0 to 1, and `label` to int32. `dict`
-            leaves all fields as they are. A field whose examples differ in shape is an array
-            `[examples]` of objects: pad it, and return a field `mask`, 0 at padding.
+            `[examples, ...]`. Default: `image` to float32 in 0 to 1, and `label` to int32; `dict`
+            leaves all fields. A field whose examples differ in shape is an array `[examples]` of
+            objects: pad it, and return a field `mask`, 0 at padding.
         pad_to: with "population", each round has `max_steps` steps. With "round", for clients of
             very different sizes, it has a 4th, 16th, ... of them if no client takes more, each
             compiled once.

@@ -116,8 +116,8 @@ def example_rounds(
         local_steps: steps per client and round.
         batch_size: examples per step and client.
         seed: the random seed of the default partition and of all orders.
-        partition: the indices of each client's examples, as the `partition_...` functions return
-            them. Default None: `partition_iid`.
+        partition: the indices of each client's examples, as `partition_...` returns them. Default
+            None: `partition_iid`.
         image_field: the field with the image.
         label_field: the field with the label.
 

@@ -87,8 +87,7 @@ def token_rounds(
         partition: the indices of each island's documents, as the `partition_...` functions return
             them. Rows are then counted by island. Default None: islands share all documents.
         shuffle_tokens: the window within which rows of a data set (or an island's part) are
-            shuffled, in tokens. It takes 4 to 13 bytes per token, divided among the processes. With
-            1, rows of a shard are not shuffled.
+            shuffled, in tokens, of 4 to 13 bytes each. With 1, rows of a shard are not shuffled.
         num_shards: parts of a data set (or of an island's part) that are read separately. A smaller
             divisor is used where shards would have fewer than 64 documents. Default None: the
             number of rows in a step (of an island, with a partition), or in the state that is

@@ -157,7 +157,7 @@ def unreliable_rounds(
         deadline: seconds after which the round ends. Default None: none.
         num_reports: number of reports after which the round ends. Default None: of all clients that
             have not dropped out.
-        seed: random seed of dropouts and delays, which depend on the round and the client too.
+        seed: random seed of dropouts and delays.
 
     Returns:
         An endless iterator over `fedpax.Cohort`, of the shapes of `rounds`. Its attribute `outcome`

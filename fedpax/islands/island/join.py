@@ -62,18 +62,17 @@ def join(
     """Train one island of an experiment, which a syncer merges with others.
 
     The island has its own devices and shard of the data, and exchanges fragments during the steps.
-    If the syncer does not answer, the island trains on for `max_steps_ahead` steps, and then waits
-    for up to `give_up_after` seconds before it saves its state and stops.
+    Without an answer the island trains on for `max_steps_ahead` steps, waits for up to
+    `give_up_after` seconds, saves its state and stops.
 
-    The number of rounds is the syncer's: `training.rounds` has no effect, and an island whose run
-    is finished asks whether there are more.
+    The number of rounds is the syncer's: `training.rounds` has no effect.
 
     The processes of `jax.distributed` form one island: all of them must call this function, with
     one folder. If one ends or is silent, the others exit with status 75.
 
     The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` and
     `island.json`. An island that is killed returns with its shard, its last checkpoint and the
-    newest outer model. It loses the steps since its last checkpoint or update.
+    newest outer model.
 
     Args:
         experiment: the experiment. Its mesh is the mesh of this island; `islands` is set to 1.

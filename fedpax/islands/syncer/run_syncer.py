@@ -65,8 +65,7 @@ def run_syncer(
     resumes after its last merge. The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`,
     `merges.jsonl`, `islands.json`, `syncer/` and `checkpoints/` (the outer model).
 
-    At the end, the syncer answers until each island knows it, for up to `goodbye_seconds`. A larger
-    `training.rounds` continues a finished run.
+    At the end, the syncer answers until each island knows it, for up to `goodbye_seconds`.
 
     Args:
         experiment: the experiment.

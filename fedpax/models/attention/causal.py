@@ -57,8 +57,8 @@ def causal_attention(
         value: as `key`.
         segments: int32 `[batch, seq_len]`, the document of each token in a packed sequence.
             Default None: one document per row.
-        sliding_window: number of tokens that a token attends to: itself and those just before it.
-            Default None: all earlier tokens.
+        sliding_window: number of tokens that a token attends to, itself included. Default None: all
+            earlier tokens.
         implementation: one of the above.
 
     Returns:

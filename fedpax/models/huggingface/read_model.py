@@ -87,8 +87,7 @@ def load_config(folder: str | Path) -> TransformerConfig:
 
     Returns:
         The configuration. `dtype` is the one that config.json names, and float32 in place of
-        float16. `head_dim` is None where it is embed_dim / num_heads. Options of execution, such as
-        `remat`, have their defaults.
+        float16. Options of execution have their defaults.
 
     Raises:
         FileNotFoundError: the folder or config.json does not exist.

@@ -50,11 +50,10 @@ def save(
     `load` returns the same parameters, bit by bit. The host needs memory for one file at a time.
 
     Args:
-        folder: the folder. It is created if it does not exist, and must not hold a model already.
+        folder: the folder. It must not hold a model already.
         config: the transformer's configuration.
         params: its parameters, sharded or not. They keep their dtypes.
-        max_shard_bytes: most bytes of a file, unless one tensor is larger. One file is
-            model.safetensors; several are listed in model.safetensors.index.json.
+        max_shard_bytes: most bytes of a file, unless one tensor is larger.
         original_folder: the Hugging Face folder that the model was loaded from, whose config.json
             is written. Default None: write the entries that describe the model.
 

@@ -31,7 +31,7 @@ from fedpax.sites.coordinator_program import (
 )
 from fedpax.sites.merge_guard import MergeGuard, drop_replies
 from fedpax.sites.participants import Participants, choose_participants, opened_round
-from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.round_rules import RoundRules, describe_sampling
 from fedpax.sites.secret_terms import check_up
 from fedpax.sites.site_evaluation import SiteEvaluation, evaluation_of
 from fedpax.sites.site_experiment import Json
@@ -235,12 +235,12 @@ class Coordinator:
             site.counted = None  # `federation.json` can be a round ahead of the state
         if not self.done:
             size = sum(leaf.size for leaf in jax.tree.leaves(params))
-            clients = self.exchange.sites.num_clients
+            sites = self.exchange.sites
             unit = items_of(self._experiment)[0]
             self._metrics.write_sizes(size, program.run.cohort_size, unit, 0)
-            sizes = f"{count_of(size, 'parameter')}, {count_of(clients, 'client')}"
+            sizes = f"{count_of(size, 'parameter')}, {count_of(sites.num_clients, 'client')}"
             self._progress.note(f"{sizes}; folder {self._folder}")
-            for line in program.run.notes:
+            for line in (*program.run.notes, *describe_sampling(self._rules, sites, program.run)):
                 self._progress.note(line)
             return state
         restored: CoordinatorState = self._checkpoints.restore_state(state)

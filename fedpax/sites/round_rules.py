@@ -5,9 +5,11 @@ from typing import NamedTuple
 import numpy as np
 
 from fedpax.clients.cohort import Cohort
+from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 from fedpax.sites.downlink import WHOLE, make_codec
-from fedpax.sites.site_table import CLIENTS_PER_SITE, MOST_MISSED
+from fedpax.sites.site_experiment import CoordinatorRun
+from fedpax.sites.site_table import CLIENTS_PER_SITE, MOST_MISSED, SiteTable
 from fedpax.sites.tasks import WEIGHTS
 from fedpax.sites.update_filters import check_guards
 
@@ -69,3 +71,15 @@ def weigh(cohort: Cohort, weights: str) -> Cohort:
     if weights.startswith("capped:"):
         return cohort._replace(num_examples=np.minimum(counts, int(weights.partition(":")[2])))
     return cohort
+
+
+def describe_sampling(rules: RoundRules, sites: SiteTable, run: CoordinatorRun) -> list[str]:
+    """Tell if rounds can have one of several clients of a site, whose update is then sent."""
+    size, clients = run.cohort_size, sites.num_clients
+    several = any(site.count > 1 for site in sites)
+    if rules.secure_sums or not several or size >= clients:
+        return []
+    return [
+        f"rounds sample {size} of {count_of(clients, 'client')}: where it is one client of a site, "
+        "the site's sum is the update of this client. --secure_sums hides it"
+    ]

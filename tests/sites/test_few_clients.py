@@ -11,6 +11,7 @@ from fedpax.settings.client_aggregators import aggregator
 from fedpax.sites.round_rules import RoundRules
 from fedpax.transport.message import Message
 from sites.federation import Line, run, write_hospitals
+from sites.small_experiment import small
 from sites.test_equals_training import SIZES, experiment, train_together
 
 KRUM = {"aggregator": aggregator("krum", num_byzantine=1), "rounds": 1}
@@ -90,3 +91,16 @@ def test_the_fewest_clients_of_an_aggregator(
     name: str, settings: dict[str, float], least: int
 ) -> None:
     assert aggregator(name, **settings).least_clients(100) == least
+
+
+@pytest.mark.parametrize(("size", "secure_sums"), [(2, False), (6, False), (5, True)])
+def test_a_sample_of_clients_is_told(
+    tmp_path: Path, notes: list[str], size: int, secure_sums: bool
+) -> None:
+    fields = {"rounds": 1, "clients": 2, "cohort_size": size}
+    sites = {name: small(**fields, data_seed=seed) for seed, name in enumerate("abc")}
+    rules = RoundRules(3, 60.0, secure_sums=True) if secure_sums else None
+    run(small(**fields), sites, tmp_path, rules=rules)
+    told = [note for note in notes if "is the update of this client" in note]
+    assert len(told) == (size == 2 and not secure_sums)
+    assert all("rounds sample 2 of 6 clients" in note for note in told)

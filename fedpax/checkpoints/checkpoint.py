@@ -29,6 +29,7 @@ from fedpax.checkpoints.orbax_files import (
     QuietFailedSaves,
     Retention,
     atomicity_of,
+    barrier_of_saves,
     is_object_store,
     ocp,
     open_checkpoints,
@@ -121,6 +122,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 cleanup_tmp_directories=True,
                 atomicity_options=atomicity_of(self._folder),
                 async_options=ocp.AsyncOptions(
+                    barrier_sync_fn=barrier_of_saves(),
                     post_finalization_callback=callback,
                     # A save that makes its folders in the background waits for those of the newest
                     # save of the process, which can be an export's.

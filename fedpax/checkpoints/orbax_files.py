@@ -5,6 +5,7 @@ import glob
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 import traceback
@@ -219,6 +220,18 @@ def open_array(folder: Path, path: Sequence[str]) -> Any:
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
     return ts.open(spec, open=True, read=True).result()
+
+
+def barrier_of_saves() -> "ocp.multihost.BarrierSyncFn":
+    """Return the barrier of Orbax's threads, where a process whose save failed does not wait."""
+    wait = ocp.multihost.get_barrier_sync_fn()
+
+    def wait_unless_failed(*, key: str, timeout_ms: int) -> None:
+        # Orbax comes here in a `finally`. The other processes wait elsewhere, for this save.
+        if sys.exc_info()[1] is None:
+            wait(key=key, timeout_ms=timeout_ms)
+
+    return wait_unless_failed
 
 
 def wait_for_writers() -> None:

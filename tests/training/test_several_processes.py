@@ -1,10 +1,13 @@
 """Several processes train one run, as on several hosts: same result, one writer, one end."""
 
+import contextlib
 import dataclasses
 import os
 import re
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import chex
@@ -15,6 +18,7 @@ from several_processes import finish, start, wait_for_rounds
 from small_regression import RandomRounds, Regression, regression
 from test_resume_on_other_islands import streaming_islands
 
+from fedpax.checkpoints import checkpoint
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.processes import communication
 from fedpax.run_files.metrics import read_metrics, select
@@ -189,6 +193,49 @@ def without_channel() -> Regression:
     """Local SGD on hosts whose names do not resolve."""
     communication._own_names = lambda: []
     communication.SECONDS_TO_CONNECT = 3.0
+    return regression()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a small file system of its own."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
+    with contextlib.suppress(FileNotFoundError):
+        if subprocess.run(mount, capture_output=True).returncode == 0:
+            try:
+                yield tmp_path
+            finally:
+                subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+            return
+    pytest.skip("a file system of its own needs root")
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_all_processes_with_the_reason(small_disk: Path) -> None:
+    processes = start(2, small_disk, exp="test_several_processes:full_disk")
+    began = time.monotonic()
+    (status, _, errors), (other, _, errors_of_1) = finish(processes)
+    assert (status, other) == (1, 75) and time.monotonic() - began < 120
+    reason = "stopped: No space left on device. The checkpoint of round 3 is kept in "
+    assert reason in errors and "Make room on the disk" in errors
+    assert re.search(r"fedpax: process 0 on \S+ has failed: ", errors_of_1)
+    assert reason in errors_of_1 and "Make room on the disk" in errors_of_1
+    assert "Traceback" not in errors + errors_of_1
+
+
+def full_disk() -> Regression:
+    """Local SGD whose disk is full when process 0 alone completes the checkpoint of round 6."""
+    write = checkpoint.write_checksums
+
+    def write_when_full(draft: Path) -> None:
+        filler = draft.parent.parent / "filler"
+        if draft.name.startswith("6."):
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+        write(draft)
+
+    checkpoint.write_checksums = write_when_full
     return regression()
 
 

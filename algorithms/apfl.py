@@ -33,8 +33,8 @@ from fedpax.transforms.program import program
 class Personal(NamedTuple):
     """State that a client of APFL keeps."""
 
-    params: Params  # v_i, its local model
-    mixing: Float[Array, ""]  # alpha_i, float32, the share of v_i in its personal model
+    params: Params  # v_i
+    mixing: Float[Array, ""]  # alpha_i
 
 
 class APFLState(NamedTuple):

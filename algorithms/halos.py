@@ -49,7 +49,7 @@ GLOBAL_SERVER = DelayedNesterov(learning_rate=0.3, momentum=0.5, period=2)
 class Region(NamedTuple):
     """The state of a region's server."""
 
-    params: Params  # the region's model
+    params: Params
     optimizer_state: DelayedNesterovState  # momentum and accumulated updates of its islands
     # the model that the region's update is measured from; once that is sent, the update and then
     # the global model in transit

@@ -145,7 +145,7 @@ def hypcluster(
                 return jnp.where(cluster == j, 1 if count is None else count, 0).astype(jnp.float32)
 
             members = federated_map(weight, clusters, weights)
-            with random_stream(j):  # separate noise for each cluster
+            with random_stream(j):
                 aggregated = server.aggregator.aggregate(
                     state.aggregator_states[j], pseudo_gradients, members
                 )

@@ -194,8 +194,7 @@ def _train(
     option: Literal["I", "II"],
     rate: Any,
 ) -> tuple[Params, Metrics, Params, Params]:
-    # Returns x - y_i; the metrics; the gradient that is the new c_i; and the gradient plus
-    # `correction`.
+    # Returns x - y_i; the metrics; the new c_i; and the gradient plus `correction`.
     terms = [added_term(correction), client_optimizer]
     if option == "II" and rate is None:
         terms = [_gradient_sum(), *terms]

@@ -182,7 +182,6 @@ def _evaluate(
     chunk_size: ChunkSize,
 ) -> tuple[tuple[Float[Array, ""], Params], Bool[Array, ""]]:
     """Average loss and gradient over participants by weight, on their first batches."""
-    # Also return whether any participant takes part.
     num_participants = jax.tree.leaves(cohort.batches)[0].shape[0]
 
     @program(**{placement: num_participants}, chunk_size=chunk_size)

@@ -221,7 +221,7 @@ def _number_of_blocks(num_steps: int, num_fragments: int, delay: int) -> int:
 
 def _check_settings(fragments: int | FragmentFn, delay: int, mixing: float) -> None:
     if not callable(fragments):
-        layer_fragments(fragments)  # raises for what is not a number of fragments
+        layer_fragments(fragments)  # raises
     if isinstance(delay, bool) or not isinstance(delay, int):
         raise ArgumentTypeError(f"delay is {delay!r}, expected an int: a number of inner steps.")
     if delay < 0:

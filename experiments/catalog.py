@@ -287,9 +287,9 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 class _Imports(NamedTuple):
     """The modules of a folder that experiments have imported."""
 
-    former: frozenset[str]  # names of all modules that were imported before by other code
+    former: frozenset[str]  # modules that other code had imported
     when: float  # time of the last import; modules that were imported later have no digest
-    digests: dict[str, bytes]  # digests of the files by module
+    digests: dict[str, bytes]  # of the files by module
 
 
 _IMPORTS: dict[Path, _Imports] = {}
@@ -298,8 +298,8 @@ _LOCK = threading.RLock()  # threads can run commands, and see no half of an imp
 
 def import_newest(name: str, folder: Path) -> ModuleType:
     """Import a module; if it or a module beside it was edited since, import all of them again."""
-    # Modules beside it are those in and below its folder that it has imported. Modules that other
-    # code had imported before, installed modules and modules of fedpax stay as they are.
+    # Modules that other code had imported before, installed modules and modules of fedpax stay as
+    # they are.
     with _LOCK:
         seen = _IMPORTS.get(folder)
         if seen is None:

@@ -130,12 +130,10 @@ def character_rows(
     texts: Sequence[bytes], seq_len: int, characters: bytes = SHAKESPEARE_CHARACTERS
 ) -> tuple[UInt8[np.ndarray, "rows seq_len+1"], Int64[np.ndarray, " texts"]]:
     """Encode texts as rows of `seq_len` + 1 numbers; return them, and the rows of each text."""
-    # A character is a number: 0 is padding, 1 to V are the V characters in their order, V + 1 is
-    # any other byte, V + 2 the begin and V + 3 the end of a text. Begin, characters and end of a
-    # text are split into rows of `seq_len` + 1 numbers, the last one padded: `character_batch`
-    # makes inputs and targets of them. The first number of a row is therefore no target.
-    # Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, appendix C; the rows
-    # follow the authors' code, TensorFlow Federated, research/optimization/shakespeare.
+    # 0 is padding, 1 to V are the V characters in their order, V + 1 is any other byte, V + 2 the
+    # begin and V + 3 the end of a text. Begin, characters and end of a text are split into rows of
+    # `seq_len` + 1 numbers, the last one padded: the first number of a row is no target. Reddi et
+    # al., arXiv:2003.00295, appendix C, and the authors' code.
     if seq_len < 1:
         raise ArgumentError(f"seq_len is {seq_len}, expected at least 1.")
     size = len(characters)

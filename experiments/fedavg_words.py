@@ -240,12 +240,10 @@ NUM_SPECIAL = 4
 class WordRows:
     """A function from sentences to the batches of a language model of words, one row a sentence."""
 
-    # A `preprocess` of `cohort_rounds`. A word is a number: 0 is padding, 1 to V are the
-    # vocabulary from its first word on, V + 1 is a word outside it, V + 2 the begin and V + 3 the
-    # end of a sentence. Row: begin, up to `seq_len` words, and the end if the sentence is shorter.
-    # Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, appendix C; the numbers
-    # follow the authors' code, google-research/federated,
-    # utils/datasets/stackoverflow_word_prediction.py.
+    # A word is a number: 0 is padding, 1 to V are the vocabulary from its first word on, V + 1 is a
+    # word outside it, V + 2 the begin and V + 3 the end of a sentence. Row: begin, up to `seq_len`
+    # words, and the end if the sentence is shorter. Reddi et al., arXiv:2003.00295, appendix C, and
+    # the authors' code.
 
     def __init__(self, words: Sequence[bytes], seq_len: int) -> None:
         if seq_len < 1:
@@ -293,10 +291,9 @@ def stackoverflow_words(
     count: int, *, data_dir: str | os.PathLike[str] | None = None
 ) -> list[bytes]:
     """Return the most frequent words in the training split of Stack Overflow, in their order."""
-    # The frequency of a word is the number of users who have used it. The archive is downloaded
-    # once. On a machine without a network, put it into `<data_dir>/downloads/manual`. Address,
-    # SHA-256 and format, a word and its count per line: TensorFlow Federated,
-    # tensorflow_federated/python/simulation/datasets/stackoverflow.py, `load_word_counts`.
+    # The number of users who have used a word. On a machine without a network, put the archive into
+    # `<data_dir>/downloads/manual`. Address, SHA-256 and format are those of TensorFlow Federated,
+    # stackoverflow.py.
     if count < 1:
         raise ArgumentError(f"count is {count}, expected at least 1.")
     path = _find(data_folder(data_dir))

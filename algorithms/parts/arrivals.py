@@ -32,8 +32,6 @@ def outer_gradients(
     aggregator: Aggregator | None,
 ) -> tuple["ArrivingUpdates", optax.OptState, Bool[Array, " islands"], Metrics]:
     """Train each island that is present from its own model. Inside a program."""
-    # Returns the outer gradients and the inner states, placed; which islands have an update to
-    # send; their mean metrics, with a schedule also their number, `arrivals`.
     cohort = without_absent(cohort, cohort.client_ids)
     if cohort.schedule is not None:
         cohort = without_absent(cohort, cohort.schedule.position)
@@ -53,7 +51,7 @@ class Combined(NamedTuple):
 
     state: chex.ArrayTree | None  # the state of the aggregator; None without one
     metrics: Metrics  # sums of the aggregator's metrics
-    instants: Float[Array, ""]  # float32 scalar, number of combinations with an update
+    instants: Float[Array, ""]  # number of combinations with an update
 
     def mean_metrics(self) -> Metrics:
         """Average the aggregator's metrics over the combinations with an update."""
@@ -63,7 +61,7 @@ class Combined(NamedTuple):
 class ArrivingUpdates(NamedTuple):
     """The updates of a round's islands, combined a few at a time."""
 
-    updates: Params  # placed, of the structure of the parameters
+    updates: Params
     aggregator: Aggregator | None  # combines those that arrive together; None: they are added up
 
     def start(self, state: chex.ArrayTree | None) -> Combined:
@@ -77,8 +75,7 @@ class ArrivingUpdates(NamedTuple):
         self, arriving: Bool[Array, " islands"], before: Combined
     ) -> tuple[Params, Float[Array, ""], Combined]:
         """Combine the updates of the islands that arrive together. Inside a program."""
-        # Returns the sum of their updates, their number, and the carry. If no island arrives, the
-        # sum is 0 and the aggregator's state does not change.
+        # If no island arrives, the sum is 0 and the aggregator's state does not change.
         if self.aggregator is None:
 
             def send(update: Params, here: Bool[Array, ""]) -> tuple[Params, jax.Array]:
@@ -139,9 +136,9 @@ def arrivals_aggregator(
 class DelayedNesterovState(NamedTuple):
     """The state of delayed Nesterov."""
 
-    momentum: Params  # m, of the structure of the parameters
+    momentum: Params  # m
     accumulated: Params  # the sum D of the gradients since the last update of the momentum
-    arrivals: Float[Array, ""]  # float32 scalar, their number, below the period
+    arrivals: Float[Array, ""]  # their number, below the period
 
 
 class DelayedNesterov(NamedTuple):
@@ -296,7 +293,7 @@ class History(NamedTuple):
     """The last versions of a model, in a ring buffer."""
 
     versions: Params  # the model's pytree with leaves `[length, ...]`; version v is at v mod length
-    current: Int[Array, ""]  # int32 scalar, the number of the latest version, from 0
+    current: Int[Array, ""]  # the number of the latest version, from 0
 
     def read(self, staleness: Int[Array, ""]) -> Params:
         """Return the version that was the latest `staleness` versions ago."""

@@ -146,8 +146,7 @@ def is_embedding(path: str) -> bool:
     return "embed" in path.lower()
 
 
-# The norm that rounding errors can leave of directions that cancel: a few float32 epsilons, in an
-# arbitrary direction.
+# The norm that rounding errors can leave of directions that cancel.
 _ROUNDING = 1e-6
 
 

@@ -283,10 +283,9 @@ State = TypeVar("State", bound=Any)
 class FragmentServer(NamedTuple):
     """The outer model of islands, with states for each fragment. Inside a program."""
 
-    # It replaces fields of a method's state: `params`, `local_params`, `outer_optimizer_state` and
-    # `aggregator_state`. The last two have an entry for each fragment.
+    # `outer_optimizer_state` and `aggregator_state` have an entry for each fragment.
 
-    optimizer: optax.GradientTransformation  # steps each fragment of the outer model
+    optimizer: optax.GradientTransformation
     aggregator: Aggregator  # combines the islands' outer gradients of a fragment
 
     def init(
@@ -304,7 +303,6 @@ class FragmentServer(NamedTuple):
         """Combine fragment p of the outer gradients; return the aggregator's new state too."""
         x = fragment.take(state.params)
         gradients = federated_map(lambda y: subtract(x, fragment.take(y)), state.local_params)
-        # Separate noise for each fragment.
         stream = random_stream(p) if isinstance(p, int) else traced_random_stream(p)
         with stream:
             aggregator = without_leaves(self.aggregator, fragment.frozen)

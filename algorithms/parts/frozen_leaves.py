@@ -41,7 +41,7 @@ def frozen_leaves(optimizer: optax.GradientTransformation, params: Params) -> li
         return [False] * count
     zeros, moving = zero_results(init, [False] * count), [False] * (2 * count + 1)
     while True:
-        are_zero = zero_results(step, [*zeros, *moving])  # of the updates, then of the state
+        are_zero = zero_results(step, [*zeros, *moving])
         kept = [a and b for a, b in zip(zeros, are_zero[count:], strict=True)]
         if kept == zeros:
             return are_zero[:count]

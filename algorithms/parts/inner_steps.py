@@ -40,8 +40,6 @@ OuterGradient: TypeAlias = Callable[
 
 def make_inner_steps(loss_fn: LossFn, inner_optimizer: optax.GradientTransformation) -> InnerSteps:
     """Make the function that takes an island's inner steps, one per batch."""
-    # Methods map it over their islands; one with its own runtime (`fedpax.islands`) compiles it
-    # alone.
 
     def inner_steps(
         params: Params, inner_state: optax.OptState, batches: chex.ArrayTree, num_steps: NumSteps

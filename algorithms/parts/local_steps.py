@@ -94,7 +94,6 @@ def local_update(
     num_steps: Int[Array, ""] | int | None = None,
 ) -> tuple[Params, Metrics]:
     """Train from `params` x with a new optimizer state to y: a participant's pseudo-gradient."""
-    # Returns the pseudo-gradient x - y, and the metrics of `local_steps`.
     trained, _, metrics = local_steps(
         loss_fn, optimizer, params, optimizer.init(params), batches, num_steps
     )
@@ -108,7 +107,6 @@ def fold_steps(
     num_steps: Int[Array, ""] | int | None = None,
 ) -> tuple[Carry, Metrics]:
     """Fold a function over a participant's batches, and average its metrics."""
-    # Returns the last carry, and the metrics as `local_steps` does.
     valid = valid_steps(batches, num_steps)
     if valid is None:
         end, metrics = jax.lax.scan(step, start, batches)

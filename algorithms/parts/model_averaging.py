@@ -115,8 +115,7 @@ def permute_islands(
     choice: Int[Array, ""],
 ) -> chex.ArrayTree:
     """Give each island the value of another one: `out[i] = x[choices[choice][i]]`."""
-    # Inside a program. With one participant per device group, this is one `collective-permute` per
-    # leaf. The compiler knows all choices, and one is taken at run time.
+    # With one participant per device group, this is one `collective-permute` per leaf.
     branches = [lambda x, sources=sources: _permute(x, sources) for sources in choices]
     if len(branches) == 1:
         return branches[0](values)

@@ -176,8 +176,7 @@ def mean_metrics(
 ) -> Metrics:
     """Average the metrics by weight, and add what an aggregator reported. Inside a program."""
     # A NaN makes the plain mean of the updates NaN, and the metrics' mean too. Beside a robust
-    # aggregator, which keeps the model finite, each metric is the mean of its finite values, and
-    # `"non_finite_participants"` is the number of present participants whose value is not finite.
+    # aggregator, each metric is the mean of its finite values.
     if not aggregator.tolerates_non_finite:
         return with_reported(federated_mean(metrics, weights), reported or {})
     if NON_FINITE_PARTICIPANTS in metrics:
@@ -224,9 +223,7 @@ def rematerialized_map(
     fn: Callable[..., chex.ArrayTree], *args: chex.ArrayTree, chunk_size: ChunkSize
 ) -> chex.ArrayTree:
     """Run a function on every client; in chunks, derivatives recompute it. Inside a program."""
-    # `chunk_size` promises memory that does not grow with the number of clients, but a derivative
-    # of `federated_map` stores the residuals of every client if a reduction separates the forward
-    # pass from the backward pass. Under `jax.checkpoint` the clients run again instead.
-    # `federated_map` does not do this itself: a gradient that needs no reduction would pay for a
-    # second forward pass.
+    # Memory must not grow with the number of clients, but a derivative of `federated_map` stores
+    # the residuals of every client if a reduction separates the forward pass from the backward
+    # pass. A gradient that needs no reduction would pay for a second forward pass.
     return federated_map(fn if chunk_size is None else jax.checkpoint(fn), *args)

@@ -30,8 +30,8 @@ class Server(NamedTuple):
 
     # It replaces `params`, `server_optimizer_state` and `aggregator_state` in a method's state.
 
-    optimizer: optax.GradientTransformation  # steps along the aggregated pseudo-gradient
-    aggregator: Aggregator  # combines the participants' pseudo-gradients x - y_i
+    optimizer: optax.GradientTransformation
+    aggregator: Aggregator
     client_optimizer: optax.GradientTransformation | None = None  # what it freezes stays
     # as in `FederatedAlgorithm`; the aggregator then states no epsilon
     sent_exactly: str | None = None

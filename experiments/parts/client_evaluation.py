@@ -212,9 +212,9 @@ class HeldoutSet(NamedTuple):
     """A data set to evaluate on beside the run's own."""
 
     name: str
-    dataset: str  # a name for `fedpax.data.load`
-    field: str | None  # the field of an example with its text. None: as in the run's own data.
-    split: str | None  # the split. None: as in the run's own data.
+    dataset: str
+    field: str | None  # None: as in the run's own data
+    split: str | None  # None: as in the run's own data
 
 
 class HeldoutSets(NamedTuple):
@@ -284,9 +284,7 @@ def place_rows(
     rows: HeldoutRows, batch_size: int, num_participants: int, sharding: NamedSharding | None
 ) -> tuple[Any, Float[np.ndarray, "participants steps"]]:
     """Read the rows of this process's devices, as arrays over all participants."""
-    # Returns arrays `[participants, steps, batch, ...]`, which are
-    # `fedpax.data.rounds.stream_parts.LocalRows` if the process does not need all rows, and the
-    # number of targets in each batch.
+    # Arrays are `LocalRows` if the process does not need all rows.
     num_steps = -(-len(rows) // (batch_size * num_participants))
     shape = (num_participants, num_steps, batch_size)
     numbers = np.full(math.prod(shape), -1)

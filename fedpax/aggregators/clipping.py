@@ -79,8 +79,8 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
 class AdaptiveClipState(NamedTuple):
     """The state of `adaptive_clip`."""
 
-    max_norm: Float[Array, ""]  # float32 scalar, the norm of the next round
-    round: Int[Array, ""]  # int32, the number of rounds; with the seed it determines the noise
+    max_norm: Float[Array, ""]  # the norm of the next round
+    round: Int[Array, ""]  # with the seed it determines the noise
     aggregator_state: chex.ArrayTree
 
 

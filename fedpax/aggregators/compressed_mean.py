@@ -26,7 +26,7 @@ from fedpax.primitives.placement import Placement, active_placements, resolve_pl
 class CompressedMeanState(NamedTuple):
     """The state of `compressed_mean`."""
 
-    round: Int[Array, ""]  # int32 scalar, number of rounds so far; the random keys differ by round
+    round: Int[Array, ""]  # the random keys differ by round
     # float32 `[participants, ...]`, placed, of the structure of the parameters: the part of its
     # updates that each participant has not sent yet. None without error feedback.
     residual: chex.ArrayTree | None

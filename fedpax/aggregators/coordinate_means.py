@@ -134,8 +134,7 @@ def coordinate_mean(
 def sort_rows(x: Float[Array, "participants ..."]) -> Float[Array, "participants ..."]:
     """Sort each coordinate over the participants, in ascending order."""
     # On a CPU, XLA sorts coordinates one by one, with a call for each comparison. A bitonic sorting
-    # network compares whole rows, in `k (k + 1) / 2` vectorized steps for `2^k` participants.
-    # Batcher, Sorting networks and their applications, AFIPS 1968.
+    # network compares whole rows. Batcher, AFIPS 1968.
     return jax.lax.platform_dependent(x, cpu=_bitonic_sort, default=lambda x: jnp.sort(x, 0))
 
 

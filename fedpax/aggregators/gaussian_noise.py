@@ -30,7 +30,7 @@ _STDDEV_REMEDY = "Use 0.0 for no noise."
 class NoiseState(NamedTuple):
     """The state of `add_noise` and `add_local_noise`."""
 
-    round: Int[Array, ""]  # int32, the number of rounds; with the seed it determines the noise
+    round: Int[Array, ""]  # with the seed it determines the noise
     aggregator_state: chex.ArrayTree
 
 

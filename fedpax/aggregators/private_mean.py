@@ -29,8 +29,8 @@ from fedpax.primitives import federated_map, federated_sum
 class PrivateMeanState(NamedTuple):
     """The state of `private_mean`."""
 
-    round: Int[Array, ""]  # int32, the number of rounds; with the seed it determines the noise
-    max_norm: Float[Array, ""]  # float32 scalar, the clipping norm C of the next round
+    round: Int[Array, ""]  # with the seed it determines the noise
+    max_norm: Float[Array, ""]  # C of the next round
 
 
 def private_mean(

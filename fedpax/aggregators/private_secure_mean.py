@@ -42,7 +42,7 @@ LEAST_STDDEV = 3.0  # of one participant's noise: the tau of proposition 14 is t
 class PrivateSecureMeanState(NamedTuple):
     """The state of `private_secure_mean`."""
 
-    round: Int[Array, ""]  # int32, the number of rounds; with the seed it determines the noise
+    round: Int[Array, ""]  # with the seed it determines the noise
 
 
 def private_secure_mean(

@@ -204,9 +204,9 @@ WORD = 2**32
 class Packing:
     """The layout of a leaf's codes in words: adjacent entries of one axis are digits of a word."""
 
-    base: int  # base of the digits, one more than the largest possible sum of codes
+    base: int  # one more than the largest possible sum of codes
     axis: int | None  # the axis of the leaf that is packed; None for a scalar
-    entries_per_word: int  # number of adjacent entries that share a word
+    entries_per_word: int
 
 
 def choose_packing(

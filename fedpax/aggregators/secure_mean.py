@@ -35,7 +35,7 @@ from fedpax.transforms.marks import MASKED
 class SecureMeanState(NamedTuple):
     """The state of `secure_mean`."""
 
-    round: Int[Array, ""]  # int32, the number of rounds; with the seed it determines the masks
+    round: Int[Array, ""]  # with the seed it determines the masks
 
 
 def secure_mean(
@@ -253,11 +253,11 @@ Leaves = Sequence[UInt32[Array, "..."]]
 class MaskGraph(NamedTuple):
     """The pairs of participants that share a mask in a round: a ring with chords."""
 
-    key: jax.Array  # PRNG key of the round
-    order: Int[Array, " n"]  # int `[n]`, the participants in their order on the ring
-    # int `[n]`, each participant's place on the ring; inverse of `order`.
+    key: jax.Array
+    order: Int[Array, " n"]  # the participants in their order on the ring
+    # each participant's place; inverse of `order`
     position: Int[Array, " n"]
-    num_neighbors: int  # number of neighbours of each participant
+    num_neighbors: int
 
 
 def make_graph(key: jax.Array, participants: int, num_neighbors: int | None) -> MaskGraph:

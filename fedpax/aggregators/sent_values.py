@@ -54,9 +54,7 @@ _work: contextvars.ContextVar[TransferWork | None] = contextvars.ContextVar("wor
 @contextlib.contextmanager
 def under_transfers(work: TransferWork) -> Iterator[None]:
     """Do a method's work under the transfers of the aggregators in this context."""
-    # `streaming_diloco` hides a transfer behind local steps. An aggregator with two transfers, the
-    # second of which depends on the first, calls `work_under_transfer` after each of them. With a
-    # single transfer, the method does its work after `aggregate`.
+    # With a single transfer, the method does its work after `aggregate`.
     token = _work.set(work)
     try:
         yield

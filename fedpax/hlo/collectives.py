@@ -45,7 +45,7 @@ class Collective(NamedTuple):
     # that waits for a value, a branch of a conditional).
     executions: int | None
     in_loop: bool
-    between_slices: bool  # whether it uses the network between TPU slices
+    between_slices: bool
     # The groups of devices, as positions in `mesh.devices.flat`; for a collective-permute, the
     # pairs (source, target).
     groups: tuple[tuple[int, ...], ...]
@@ -98,12 +98,9 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
 
 def operand_bytes_along(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
     """Sum the operand bytes that one device passes to collectives along a mesh axis."""
-    # Operand bytes times executions, of the device with the largest sum.
-    # - These are not the bytes on the network, which depend on the algorithm.
-    # - A collective over `axis` and another axis counts in full.
-    # - Rows of a client store that move in a loop are left out: they depend on the cohort.
-    # - Dtypes are as in the compiled program: a CPU sends bfloat16 as float32, and a TPU pads
-    #   small operands that it sends between slices.
+    # Of the device with the largest sum. A collective over `axis` and another axis counts in full.
+    # Rows of a client store that move in a loop are left out. A CPU sends bfloat16 as float32, and
+    # a TPU pads small operands between slices.
     totals = np.zeros(mesh.size, np.int64)
     for collective in collectives(text, mesh):
         if axis not in collective.axes or collective.moves_client_rows:

@@ -45,7 +45,7 @@ class Module(NamedTuple):
 
     computations: Mapping[str, Computation]
     entry: str
-    num_devices: int  # number of devices that the text is a program for
+    num_devices: int
 
 
 def parse(text: str) -> Module:

@@ -17,7 +17,7 @@ from fedpax.hlo.parsing import Computation, Instruction, Module
 class Work:
     """Matmuls that a device runs."""
 
-    flops: float  # their FLOPs, convolutions included
+    flops: float  # convolutions included
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from fedpax.hlo.parsing import Computation, Instruction, Module
 class Executions(NamedTuple):
     """The executions of a computation in one execution of the program."""
 
-    times: int | None  # number of executions; None if it is known only at run time
-    in_loop: bool  # whether the computation is inside a loop
+    times: int | None  # None: known only at run time
+    in_loop: bool
 
 
 def executions(module: Module) -> dict[str, Executions]:

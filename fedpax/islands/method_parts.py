@@ -64,7 +64,7 @@ def describe_other_data(
     name: str, data: Mapping[str, str], other_name: str, other_data: Mapping[str, str]
 ) -> str | None:
     """Describe the first difference between the data of two islands; None if there is none."""
-    # An empty fingerprint is unknown: nothing is compared.
+    # An empty fingerprint is unknown.
     if not data or not other_data or data == other_data:
         return None
     names = sorted({**data, **other_data})

@@ -39,8 +39,7 @@ def project(
     """Contract features with a parameter; repeat the all-gather in the backward pass."""
     # Gathered weights are not stored for the backward pass, because the weights of all layers would
     # take the memory that fsdp saves. `parameter` may be one layer of stacked parameters, and its
-    # value an `AdaptedWeight`. `out_sharding` is needed where a contracted axis is sharded
-    # explicitly.
+    # value an `AdaptedWeight`.
 
     def compute(x: jax.Array, value: jax.Array | AdaptedWeight) -> jax.Array:
         if isinstance(value, AdaptedWeight):

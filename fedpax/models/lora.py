@@ -245,13 +245,12 @@ def _replace(
 class AdaptedWeight:
     """A weight W with an adapter of rank r: W + scale A B, of which no matrix is computed."""
 
-    # `fedpax.models.layers.project` computes x W + scale (x A) B. It is a pytree, so stacked
-    # layers can be scanned.
+    # A pytree, so stacked layers can be scanned.
 
     weight: jax.Array  # W, `[..., *inputs, *outputs]`, where `...` are the axes of stacked layers
     a: jax.Array  # A, `[..., *inputs, rank]`
     b: jax.Array  # B, `[..., rank, *outputs]`
-    scale: float = dataclasses.field(metadata={"static": True})  # a number; alpha / rank in LoRA
+    scale: float = dataclasses.field(metadata={"static": True})  # alpha / rank
 
 
 def merge_weight(adapted: AdaptedWeight, num_inputs: int) -> jax.Array:

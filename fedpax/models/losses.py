@@ -239,9 +239,8 @@ def next_word_loss(
 ) -> ModelLoss:
     """Make the loss of a language model of words, with the parts of its accuracy on known words."""
     # Targets 1 to `words` are words of the vocabulary; other targets are padding, the unknown word,
-    # and begin and end of a sentence. The loss is the mean cross-entropy of the targets in the
-    # mask, in nats. `aux` has the share of them that are such words, `known`, and that also have
-    # the largest logit, `known_correct`. Their means' quotient is the accuracy on known words.
+    # and begin and end of a sentence. The quotient of the means of `known_correct` and `known` is
+    # the accuracy on known words.
 
     def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         logits = apply(params, batch["inputs"])

@@ -25,16 +25,12 @@ class MixtureOfExperts(nnx.Module):
 
     # y = sum of w_e expert_e(x) over the k chosen experts e, where w is the softmax over the k
     # chosen logits alone, logits = x router, and expert_e(x) = down_e (silu(gate_e x) * (up_e x)).
-    # Tokens are sorted by expert, and one grouped matmul multiplies each expert with its own tokens
-    # (`fedpax.ops.grouped_matmul`). There is no capacity: one expert may get all tokens.
-    # On a mesh each device routes and sorts its own tokens.
-    # - The axis `expert` shards the experts and the batch. A device all-gathers the tokens of the
-    #   other devices along it, computes its own experts, and the outputs are reduce-scattered: for
-    #   n tokens on each of D devices (D - 1) n vectors each way. An all-to-all of the chosen tokens
-    #   alone would move k (D - 1) n / D, less if D > k: this axis should be small. A device
-    #   allocates D n min(k, experts per device) rows, and computes only the rows in use.
-    # - The axis `fsdp` shards the experts' parameters, `tensor` each expert's hidden features.
-    # Mixtral (arXiv:2401.04088), section 2.1; MegaBlocks (arXiv:2211.15841).
+    # Tokens are sorted by expert, and one grouped matmul multiplies each expert with its own
+    # tokens. There is no capacity: one expert may get all tokens. The axis `expert` shards the
+    # experts and the batch: a device all-gathers the tokens of the other devices along it, and the
+    # outputs are reduce-scattered. An all-to-all of the chosen tokens would move less if D > k:
+    # this axis should be small. Mixtral (arXiv:2401.04088), section 2.1; MegaBlocks
+    # (arXiv:2211.15841).
 
     def __init__(
         self,
@@ -244,8 +240,7 @@ def _expert_matmul(
     quantization: Quantization,
 ) -> jax.Array:
     """Gather the kernels along their axis `embed`; multiply each expert's rows by its kernel."""
-    # Made varying before the gather, so that gradients are reduce-scattered over `fsdp` before the
-    # smaller remainder is summed over `data`.
+    # As over `expert` above.
     kernels = _varying(kernels, axes - _names(spec))
 
     def compute(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> jax.Array:

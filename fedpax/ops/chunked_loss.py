@@ -181,9 +181,9 @@ class _Chunking(NamedTuple):
     """The split of tokens [batch, seq_len] into chunks [chunks, *shards, tokens]."""
 
     batch: int
-    seq_len: int  # tokens in a row
-    shards: tuple[int, int]  # number of shards of the rows, and of the sequence
-    num_chunks: int  # number of chunks that run one after another
+    seq_len: int
+    shards: tuple[int, int]  # of the rows, and of the sequence
+    num_chunks: int
     size: int  # tokens of a shard in a chunk. The last chunk is padded with tokens of weight 0
 
     @classmethod

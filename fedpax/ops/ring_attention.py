@@ -169,7 +169,7 @@ class _Softmax(NamedTuple):
 
     largest: jax.Array  # largest score of each query, `[batch, groups, heads per group, tokens]`
     total: jax.Array  # sum of exp(score - largest), same shape
-    out: jax.Array  # sum of exp(score - largest) value, same shape with head_dim behind
+    out: jax.Array  # sum of exp(score - largest) value, with head_dim behind
 
 
 def _forward_on_device(

@@ -83,9 +83,8 @@ def simulate_devices(count: int, *, subgroups: bool = True) -> None:
 
 def provide_worker_threads(num_devices: int) -> None:
     """Request eight worker threads per simulated device from XLA, before JAX is first used."""
-    # A collective blocks its worker thread until the last device of its group arrives. XLA starts
-    # as many threads as there are cores or devices. With few cores, all of them can wait in
-    # different collectives for a device without a thread, and XLA aborts the process after 40
+    # A collective blocks its worker thread until the last device of its group arrives. With few
+    # cores, all threads can wait in different collectives, and XLA aborts the process after 40
     # seconds. The environment variables `PJRT_NPROC` and `NPROC` take precedence.
     if not {"PJRT_NPROC", "NPROC"} & os.environ.keys():
         os.environ["PJRT_NPROC"] = str(8 * num_devices)

@@ -17,9 +17,9 @@ _SHARDING = ("fsdp", "tensor", "sequence")
 class ShardedSize(NamedTuple):
     """A size of an experiment that axes of the mesh divide."""
 
-    field: str  # the experiment's field, such as "data.batch_size"
-    size: int  # its value
-    axes: tuple[str, ...]  # the mesh axes whose product divides it
+    field: str  # such as "data.batch_size"
+    size: int
+    axes: tuple[str, ...]  # their product divides it
 
 
 def follow(

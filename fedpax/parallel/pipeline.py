@@ -24,9 +24,9 @@ from fedpax.parallel.axes import entry_axes, partition_spec
 class StageTask(NamedTuple):
     """The task of a stage in a tick, as integers or arrays of integers."""
 
-    useful: bool | jax.Array  # whether the stage has a task. If not, its result is discarded
-    repeat: int | jax.Array  # index of the stage's block of layers to apply
-    microbatch: int | jax.Array  # index of the microbatch to apply it to
+    useful: bool | jax.Array  # if not, the result is discarded
+    repeat: int | jax.Array  # the stage's block of layers to apply
+    microbatch: int | jax.Array
 
 
 class Schedule:
@@ -214,10 +214,10 @@ def _pipeline_on_device(
 
     def exchange(arriving: jax.Array, buffer: jax.Array, tick: Any) -> tuple[jax.Array, jax.Array]:
         """Let stage 0 take a new microbatch and return a finished one; rotate the buffers."""
-        # When stage 0 begins with microbatch m, slot m % microbatches_per_stage of its buffer holds
-        # it. Stage 0 takes it out, and stores the microbatch m - num_stages that finishes in this
-        # tick. Then this slot moves to the previous stage, on all devices. After all rotations,
-        # each microbatch is on the device where it started.
+        # When stage 0 begins with microbatch m, it takes it from slot m % microbatches_per_stage of
+        # its buffer, and stores the microbatch m - num_stages that finishes in this tick. Then this
+        # slot moves to the previous stage, on all devices. After all rotations, each microbatch is
+        # on the device where it started.
         _, repeat, microbatch = schedule.task(tick, 0)
         slot = microbatch % schedule.microbatches_per_stage
         stored = jax.lax.dynamic_index_in_dim(buffer, slot, keepdims=False)

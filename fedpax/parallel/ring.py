@@ -21,10 +21,10 @@ class Ring(NamedTuple):
     # All methods except `run_on_devices` and the properties of sizes are called inside the function
     # that `run_on_devices` runs. Arrays are shards [batch, tokens_per_device, ...].
 
-    axis: str | None  # name of the mesh axis; None for one device
+    axis: str | None  # None for one device
     num_devices: int
     tokens_per_device: int
-    window: int  # number of tokens that a token attends to: itself and the tokens just before it
+    window: int  # tokens that a token attends to, itself included
     # Whether each device computes on an early and a late part of the sequence instead of its own
     # shard, so that all devices have the same number of visible keys.
     balanced: bool

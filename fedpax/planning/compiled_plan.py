@@ -28,13 +28,13 @@ class RoundWorkload(NamedTuple):
     """The work of a round, independent of the devices."""
 
     experiment: str
-    placement: str  # name of the placement and of its mesh axis
+    placement: str  # also the name of its mesh axis
     num_participants: int
     local_steps: int
     num_parameters: int
-    items_per_round: int  # items (tokens or examples) in a round, summed over all participants
-    item_unit: str  # plural name of the items, "tokens" or "examples"
-    flops_per_item: float | None  # model FLOPs per item; None if unknown
+    items_per_round: int  # summed over all participants
+    item_unit: str  # "tokens" or "examples"
+    flops_per_item: float | None  # None if unknown
 
 
 class MeshAxis(NamedTuple):
@@ -51,10 +51,10 @@ class DeviceMemory(NamedTuple):
     arguments: int  # the state and the cohort
     outputs: int  # the new state and the metrics
     aliased: int  # the part of the outputs that reuses the memory of donated arguments
-    temporaries: int  # peak of all intermediate values
+    temporaries: int
     code: int
-    host: int  # memory of the host that the device uses; not part of `total`
-    capacity: float | None  # memory that a program can use on the device; None if unknown
+    host: int  # not part of `total`
+    capacity: float | None  # None if unknown
 
     @property
     def total(self) -> int:
@@ -74,7 +74,7 @@ class TimedCollective(NamedTuple):
 
     collective: Collective
     network: str  # "ICI", "DCN", "NVLink" or "host"
-    # Lower bound on the time of one execution; None if the bandwidth is unknown.
+    # A lower bound; None if the bandwidth is unknown.
     seconds: float | None
 
     @property
@@ -87,7 +87,7 @@ class Roofline(NamedTuple):
     """Lower bounds on the seconds of a round, one for each resource."""
 
     compute_seconds: float  # all matmuls, at the chip's peak for their dtype
-    memory_seconds: float  # all reads and writes of device memory, at its bandwidth
+    memory_seconds: float  # at the device memory's bandwidth
     # Collectives by the links that they share: "DCN", "NVLink", and "ICI fsdp" for all collectives
     # along that mesh axis. A collective along several axes counts for each.
     network_seconds: Mapping[str, float]

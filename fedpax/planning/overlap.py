@@ -27,7 +27,7 @@ class SiteWorkload:
 
     num_params: float  # parameters that are exchanged, in layers of equal size
     num_layers: int
-    step_seconds: float  # seconds of a step that communicates nothing
+    step_seconds: float  # of a step that communicates nothing
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -97,7 +97,7 @@ UTILIZATIONS = (0.95, 0.99)
 class SliceTransfer(NamedTuple):
     """A transfer between slices."""
 
-    name: str  # name of the collective in the compiled text
+    name: str
     bytes: float  # bytes that leave a slice in one execution, a lower bound
     executions: int
     start: float  # local steps of the round before its start. Inside a loop: before the loop.

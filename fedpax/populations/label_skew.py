@@ -237,7 +237,7 @@ def draw_labels(
     """Draw labels from groups of labels by weight, each at most as often as it has examples."""
     # Draws beyond a label's remaining examples are repeated among the other labels of its group,
     # which is as if labels were drawn one at a time and removed when used up. Of several
-    # participants, the first ones keep their draws. `starts` has the first label of each group.
+    # participants, the first ones keep their draws.
     number, shape = len(remaining), log_weights.shape
     log_weights = log_weights.reshape(-1, number)
     group_counts = group_counts.reshape(len(log_weights), len(starts))

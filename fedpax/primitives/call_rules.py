@@ -87,9 +87,9 @@ class _Linearized(NamedTuple):
     # arguments -> outputs, then the residuals that are neither argument nor output
     primal: ClosedJaxpr
     linear: ClosedJaxpr  # residuals, then tangents -> tangents of the active outputs
-    used: list[bool]  # for each argument whether `primal` takes it
+    used: list[bool]
     sources: list[tuple[str, int]]  # for each residual the argument or output that holds it
-    active: list[bool]  # for each output whether it has a tangent
+    active: list[bool]
 
 
 def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
@@ -261,9 +261,8 @@ def _batch(primitive, inner_aval, batch_dim, axis, args, dims, *, jaxpr, **other
     return outputs, [batch_dim if b else None for b in batched_out]
 
 
-# JAX differentiates `jax.custom_batching.custom_vmap` functions only by their batching rule, but a
-# mapped function is differentiated before it is batched. So each such call is batched over an axis
-# of size 1 first, as in `jax.grad(jax.vmap(f))`.
+# JAX differentiates `custom_vmap` functions only by their batching rule, but a mapped function is
+# differentiated before it is batched: each such call is batched over an axis of size 1 first.
 CUSTOM_BATCHING = "custom_vmap_call"
 
 

@@ -210,9 +210,8 @@ def empty_rows(participants: int, aval: Any) -> jax.Array:
 
 def read_rows(buffer: jax.Array, start: Any, rows: int) -> jax.Array:
     """Read rows of a loop-carried buffer before they are overwritten in the same iteration."""
-    # XLA for CPU fuses a copy of the slice into each reader. It may schedule an independent reader
-    # after the write, and then copies the whole buffer in each iteration. A conditional, into which
-    # nothing is fused, copies the rows once.
+    # XLA for CPU may schedule an independent reader after the write, and then copies the whole
+    # buffer in each iteration. A conditional, into which nothing is fused, copies the rows once.
 
     def read(start: jax.Array, buffer: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(buffer, start, rows, 0)
@@ -241,9 +240,8 @@ def read_rows_at(buffer: jax.Array, index: jax.Array) -> jax.Array:
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: Any, fusible: bool) -> jax.Array:
     """Write rows into a buffer; `fusible`: XLA may fuse the write with what computes the rows."""
-    # If that code reads `buffer`, and the result is reshaped outside a loop, XLA for CPU overwrites
-    # rows that it has yet to read. Nothing is fused into a loop of two iterations, which XLA does
-    # not inline.
+    # XLA for CPU can overwrite rows that it has yet to read. Nothing is fused into a loop of two
+    # iterations, which XLA does not inline.
     if not has_typed_mesh(rows):
         rows = jax.sharding.reshard(rows, jax.typeof(buffer).sharding.spec)
 

@@ -32,8 +32,8 @@ class DeviceLoop(NamedTuple):
     # `(index, *server values, *slices) -> list of outputs` of one participant. If the device has
     # one participant, slices and stacked outputs have an axis of size 1.
     participant_fn: Callable[..., list]
-    out_avals: Sequence[Any]  # types of the outputs of one participant, without this axis
-    server_values: Sequence[jax.Array]  # arrays that all participants share
+    out_avals: Sequence[Any]  # of one participant, without this axis
+    server_values: Sequence[jax.Array]  # of all participants
     # the monoid of each of the last outputs. The outputs before them are stacked.
     monoids: Sequence[Monoid]
     lazy: Sequence[bool]  # for each placed value, whether `participant_fn` takes a `LazySlice`

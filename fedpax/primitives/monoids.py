@@ -29,9 +29,8 @@ def reduce_terms(
 ) -> list[jax.Array]:
     """Combine the terms of all participants into totals; by default the operands are the terms."""
     # On a CPU, participants are combined one after another: XLA's reduction over the leading axis
-    # reads an array column by column, and takes a hundred times as long with 64 participants and
-    # weights. Blocks of participants keep rounding at the square root of their number. Rows that
-    # are sharded over devices are reduced at once.
+    # reads an array column by column. Blocks of participants keep rounding at the square root of
+    # their number. Rows that are sharded over devices are reduced at once.
     make = terms or (lambda *own: list(own))
 
     def at_once(*operands: jax.Array) -> list[jax.Array]:

@@ -228,8 +228,7 @@ def _outputs_by_slice(
 
 def _reshard_to_type(x: jax.Array) -> jax.Array:
     """Constrain an array to the explicit axes in its type."""
-    # JAX 0.10.2 lowers the result of a `shard_map` with a sharding over the manual axis alone: on a
-    # mesh of mixed axes it would be replicated over the explicit ones.
+    # JAX 0.10.2 replicates the result of a `shard_map` over the explicit axes of a mixed mesh.
     spec = jax.typeof(x).sharding.spec
     return jax.sharding.reshard(x, spec) if any(entry is not None for entry in spec) else x
 
@@ -252,8 +251,7 @@ def largest_auto_chunk(
 
 def with_manual_axis(jaxpr: ClosedJaxpr, axis: str) -> Callable[..., list[jax.Array]]:
     """Return a jaxpr as a function for a region that is manual over a mesh axis."""
-    # A jaxpr contains the mesh it was traced on: in the types of its values, in shardings among
-    # its parameters, in contexts of its equations. JAX raises where the type of an axis differs.
+    # A jaxpr contains the mesh it was traced on, and JAX raises where the type of an axis differs.
     # This interpreter binds each equation, and retraces inner jaxprs, with the axis manual.
     return functools.partial(_Interpreter(axis).run, jaxpr)
 

@@ -32,13 +32,13 @@ def smaller_is_better(name: str) -> bool:
 class Spread(NamedTuple):
     """How a metric differs between clients. Clients for which it is not defined are left out."""
 
-    worst: int | None  # the place of the worst client; None if no client has a finite value
+    worst: int | None  # its place; None if no client has a finite value
     # the value that a tenth of the clients do not reach: the 10th percentile, or the 90th where
     # smaller values are better
     percentile: float
-    mean: float  # the mean over clients, each with the same weight
-    best: int | None  # the place of the best client
-    defined: int  # number of clients with a finite value
+    mean: float  # each client with the same weight
+    best: int | None  # its place
+    defined: int  # with a finite value
 
 
 def spread_of(name: str, values: Float64[np.ndarray, " clients"]) -> Spread:

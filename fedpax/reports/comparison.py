@@ -29,18 +29,18 @@ class RunSummary(NamedTuple):
     """The results of one run."""
 
     name: str
-    loss: float  # held-out loss after the last round
+    loss: float  # held-out, after the last round
     # bytes that participants exchanged in all rounds together; NaN if the number is unknown
     bytes_across_placement: float
     items: int  # tokens or examples that the model was trained on
-    # throughput over all rounds, without compilation, evaluation and saving
+    # without compilation, evaluation and saving
     items_per_second: float
-    item_unit: str  # the unit of `items`: `"tokens"` or `"examples"`
+    item_unit: str  # of `items`: `"tokens"` or `"examples"`
     num_parameters: float  # numbers in the model; NaN if the line of the run's sizes is lost
-    wall_seconds: float  # total time of all processes that trained the run
+    wall_seconds: float  # of all processes that trained the run
     # simulated seconds of an asynchronous run; NaN for any other run
     virtual_seconds: float = math.nan
-    loss_deviation: float = math.nan  # standard deviation of the loss over seeds; NaN for one run
+    loss_deviation: float = math.nan  # over seeds; NaN for one run
 
     @property
     def has_deviation(self) -> bool:

@@ -147,7 +147,6 @@ def _plot(
     if not visible:
         return False
     if key == "bytes_across_placement" and max(x for x, _ in visible) == 0:
-        # The thin line of the training metric would be a second one beside it.
         if "alpha" not in style:
             color, dashes = style["color"], style["linestyle"]
             axes.axhline(visible[-1][1], linewidth=2, color=color, linestyle=dashes)

@@ -32,24 +32,23 @@ class RunReport(NamedTuple):
     # `running` while a process holds the folder, `finished` when the last round is saved, otherwise
     # `stopped`
     state: Literal["running", "finished", "stopped"]
-    rounds: int  # number of rounds that are logged or saved
-    total_rounds: int | None  # number of rounds of the experiment, or None if it is unknown
-    training_loss: float  # training loss of the last logged round; NaN if there is none
-    heldout_loss: float  # held-out loss of the last evaluation; NaN if there is none
+    rounds: int  # that are logged or saved
+    total_rounds: int | None  # of the experiment, or None if unknown
+    training_loss: float  # of the last logged round; NaN if there is none
+    heldout_loss: float  # of the last evaluation; NaN if there is none
     # throughput, as `fedpax.run_files.metrics.throughput` measures it; of a long run, in the rounds
     # of `lines`
     items_per_second: float
-    item_unit: str  # the unit of items: `"tokens"` or `"examples"`
-    bytes_across_placement: float  # bytes that participants exchanged in all rounds; NaN if unknown
-    wall_seconds: float  # total time of all processes that trained the run
+    item_unit: str  # `"tokens"` or `"examples"`
+    bytes_across_placement: float  # in all rounds; NaN if unknown
+    wall_seconds: float  # of all processes that trained the run
     # seconds by use (`fedpax.run_files.goodput`); empty if they are unknown
     goodput: Mapping[Bucket, float] = MappingProxyType({})
-    items: float = math.nan  # tokens or examples that the model was trained on; NaN if unknown
+    items: float = math.nan  # NaN if unknown
     delta: float = math.nan  # of the metric `epsilon`; NaN if the run is not private
     spikes: int = 0
     damage: tuple[str, ...] = ()  # what cannot be read, in words
-    # the lines of `metrics.jsonl`; of a long run, the lines of rounds and evaluations that are
-    # evenly spread (`fedpax.run_files.metrics_log.SPREAD_ROUNDS`)
+    # the lines of `metrics.jsonl`; of a long run, lines that are evenly spread
     lines: Sequence[Mapping[str, Any]] = ()
 
 

@@ -125,8 +125,8 @@ def _builder(name: str, root: Path) -> Any:
 
 def _import_all_builders() -> None:
     """Import TFDS's groups of builders one by one."""
-    # TFDS itself stops at the first group that fails. Some groups need a library (h5py) that TFDS
-    # does not require, so later groups, such as text with C4 and Wikipedia, would be missing.
+    # TFDS itself stops at the first group that fails, such as for a library (h5py) that it does not
+    # require.
     for group in ("question_answering", "summarization", "text", "translate", "video"):
         with contextlib.suppress(ImportError):
             importlib.import_module(f"tensorflow_datasets.{group}")
@@ -212,8 +212,8 @@ def _parts(builder: Any, split: str) -> list[tuple[str, int, int]]:
 @contextlib.contextmanager
 def _lock(path: Path, name: str) -> Iterator[bool]:
     """Hold a lock between processes, which the system releases if the process is killed."""
-    # Yields True if the lock is held, and False if the system or file system has no locks. Then
-    # only TFDS's renaming of finished folders protects data sets.
+    # Yields False if the system or file system has no locks. Then only TFDS's renaming of finished
+    # folders protects data sets.
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         is_held = lock_file(file)
@@ -297,8 +297,8 @@ def _class_names(value: Any) -> Iterator[str]:
 # A quick check whether hosts can be reached: a download without a network blocks for minutes.
 def unreachable_hosts(urls: Iterable[str], *, timeout: float = 8.0) -> list[str]:
     """Return the hosts of some URLs if none of them answers within `timeout` seconds."""
-    # Sends HEAD requests to at most three hosts at the same time, through the proxies that the
-    # environment names, as a download would. An answer with an HTTP error counts as an answer.
+    # HEAD requests to at most three hosts, through the proxies of the environment. An HTTP error
+    # counts as an answer.
     parts = (urllib.parse.urlsplit(url) for url in urls)
     addresses = sorted({f"{p.scheme}://{p.netloc}/" for p in parts if p.scheme.startswith("http")})
     answered: list[str] = []

@@ -81,8 +81,8 @@ def is_test(index: int) -> bool:
 
 def digit_examples(split: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the examples of the split `train` or `test`, each with its key in TFDS."""
-    # Alpaydin, Kaynak. Optical Recognition of Handwritten Digits. UCI Machine Learning Repository,
-    # 1998, CC BY 4.0. Pixels `[8, 8, images]` from 0 to 16 are sorted by label, to compress well.
+    # Alpaydin, Kaynak, UCI Machine Learning Repository, 1998, CC BY 4.0. Pixels `[8, 8, images]`
+    # from 0 to 16 are sorted by label, to compress well.
     with np.load(Path(__file__).with_name("digits.npz")) as digits:
         labels = digits["labels"]
         images = np.empty((len(labels), 8, 8, 1), np.uint8)

@@ -31,9 +31,9 @@ class ArchiveError(FedpaxError, OSError):
 class Archive(NamedTuple):
     """Address, size and checksum of an archive."""
 
-    url: str  # where to download it
-    size: int | None = None  # in bytes; None if no size is published
-    sha256: str | None = None  # in hexadecimal digits; None if no checksum is published
+    url: str
+    size: int | None = None  # None if no size is published
+    sha256: str | None = None  # None if no checksum is published
 
     @property
     def filename(self) -> str:
@@ -46,7 +46,7 @@ class Feature(NamedTuple):
 
     # The name of the list in `tf.train.Feature`.
     kind: Literal["bytes_list", "float_list", "int64_list"]
-    size: int = 1  # the number of values
+    size: int = 1
 
 
 def check(path: Path, archive: Archive) -> None:

@@ -29,8 +29,8 @@ ELEMENTWISE = (ADDITION, MAXIMUM, MINIMUM)
 class Value(NamedTuple):
     """A value that a participant receives, has, sends or keeps."""
 
-    name: str  # the name of an argument or a result, or the value that it is computed from
-    shape: tuple[int, ...]  # its shape for one participant
+    name: str
+    shape: tuple[int, ...]  # for one participant
     dtype: Any
 
     @property
@@ -45,14 +45,12 @@ class Value(NamedTuple):
 class Stage(NamedTuple):
     """The messages of one stage, as one participant sees them."""
 
-    shared: tuple[Value, ...]  # values of the server that all participants receive
-    rows: tuple[Value, ...]  # values of the server of which each participant receives its own row
-    # values that the participant has: its data, its state, and values of earlier stages
+    shared: tuple[Value, ...]
+    rows: tuple[Value, ...]
     own: tuple[Value, ...]
     noise: tuple[Noise, ...]  # random numbers that the participant draws and tells nobody
-    # values that it sends to be summed, or reduced otherwise, over participants
     terms: tuple[Value, ...]
-    shown: tuple[Value, ...]  # values that it sends and the server reads participant by participant
+    shown: tuple[Value, ...]  # the server reads them participant by participant
     kept: tuple[Value, ...]  # values that it keeps: new states, and values that a later stage reads
 
 
@@ -63,10 +61,10 @@ class ClientStage(NamedTuple):
     phase: int
     size: int
     body: ClosedJaxpr  # `(index, *unplaced, *slices) -> (*stored values, *terms)`
-    shared: tuple[Var, ...]  # the values of the server that all participants receive
+    shared: tuple[Var, ...]
     # for each unplaced input, the name of the known value; None for the next shared one
     unplaced: tuple[str | None, ...]
-    rows: tuple[Var, ...]  # the values of the server of which each participant receives its row
+    rows: tuple[Var, ...]
     # for each slice, the name of the own value; None for the next row
     slices: tuple[str | None, ...]
     stored: tuple[Var, ...]
@@ -75,7 +73,7 @@ class ClientStage(NamedTuple):
     kept: Mapping[str, Var | str]
     monoids: tuple[Monoid, ...]
     sent: tuple[int, ...]
-    places: tuple[int, ...]  # for each term, its place among those that are sent
+    places: tuple[int, ...]  # of each term among those that are sent
     weights: Mapping[int, int]  # place of a mean's weighted sum -> place of its weight
     messages: Stage
 

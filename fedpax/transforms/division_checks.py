@@ -201,12 +201,9 @@ def check_means(plan: StreamingPlan) -> None:
 
 # ---- rows of participants that do not answer, in the server's part of a divided program
 #
-# The server has zeros in the row of an absent participant. Two rewrites leave such rows out:
-#
-# - The participants send the terms of every federated reduction, and a reduction by `jax.numpy` of
-#   rows that the server has leaves out absent ones.
-# - Code such as `jnp.where(weight != 0, update, jnp.inf)` is work of the participants, who show its
-#   result; an absent row has the result for zeros.
+# The server has zeros in the row of an absent participant. Two rewrites leave such rows out: the
+# participants send the terms of every reduction; and code such as `jnp.where(weight != 0, update,
+# jnp.inf)` is work of the participants, who show its result.
 
 
 def leave_out_absent(closed: ClosedJaxpr, plan: StreamingPlan) -> tuple[ClosedJaxpr, StreamingPlan]:

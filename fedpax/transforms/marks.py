@@ -93,8 +93,7 @@ def _identity(aval: Any, name: str) -> ClosedJaxpr:
 # ---- noise that the server or a participant draws by itself: no other party can subtract it
 #
 # In a program that `fedpax.stages` traces, an aggregator binds these primitives in place of noise
-# from a seed, which all parties know. The stages then have the noise as a value that the server
-# draws at each run, or a participant at each call (`fedpax.transforms.stage_noise`).
+# from a seed, which all parties know.
 
 own_noise_p = Primitive("own_noise")
 """Noise of each participant, of the shape of its placed operand: int32, or float32 numbers."""

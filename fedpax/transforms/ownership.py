@@ -53,7 +53,7 @@ class Owned(NamedTuple):
     argument: int  # the position among the leaves of the arguments that it is read from
     # the position of the result that takes its place after a round; None: it stays
     result: int | None
-    in_store: bool  # whether it is a row of a client store
+    in_store: bool
 
 
 class Division(NamedTuple):
@@ -68,7 +68,7 @@ class Division(NamedTuple):
     own: tuple[str, ...]  # the names of the own values; the last ones are noise
     # for each own value without noise, the position of the argument that it is read from
     own_arguments: tuple[int, ...]
-    stores: frozenset[str]  # the own values that are rows of a client store
+    stores: frozenset[str]
     kept: tuple[str, ...]  # for each kept value, the name of the own value that it replaces
     read: ClosedJaxpr  # `(*arguments) -> own values`
     # `(*arguments, *kept values) -> results` that are not the server's, in order

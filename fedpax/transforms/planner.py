@@ -16,11 +16,11 @@ class PlanCost(NamedTuple):
     """The cost of the loops of a plan."""
 
     runs: Counter[int]  # id of the equation of a map -> number of loops that run it
-    loops: int  # number of loops
-    stored_bytes: int  # bytes of the values that loops store for all participants
-    server_reductions: int  # number of reductions that no loop accumulates
-    read_bytes: int  # bytes of the placed values that loops read, once for each loop
-    server_bytes: int  # bytes of the mapped values that the server computes for all participants
+    loops: int
+    stored_bytes: int  # that loops store for all participants
+    server_reductions: int  # that no loop accumulates
+    read_bytes: int  # of placed values, once for each loop
+    server_bytes: int  # of mapped values
     # id of an equation -> the largest chunk size of a loop that runs it. "auto" counts as 0,
     # because it adapts to the memory.
     chunk_sizes: dict[int, int]

@@ -17,13 +17,13 @@ class StreamingPlan:
 
     jaxpr: Jaxpr
     placement: Placement
-    # results of a map that are equal to one of its arguments
+    # results of a map -> equal argument
     aliases: dict[Var, Atom] = field(default_factory=dict)
     # value -> its equation on the slices of one participant, for all that a loop can compute
     producer: dict[Var, Unstacked] = field(default_factory=dict)
-    # value in `producer` -> its axis that lists the participants
+    # value -> its axis of the participants
     axis: dict[Var, int] = field(default_factory=dict)
-    mapped: set[Var] = field(default_factory=set)  # the values in `producer` that need a map
+    mapped: set[Var] = field(default_factory=set)  # that need a map
     # value -> length of the chain of maps that a later phase runs to rematerialize it; other mapped
     # values are stored
     remat_depth: dict[Var, int] = field(default_factory=dict)
@@ -32,14 +32,14 @@ class StreamingPlan:
     candidates: dict[int, LoopReduction] = field(default_factory=dict)
     # phase -> the maps of its loop; without an entry there is no loop
     loops: dict[int, list[JaxprEqn]] = field(default_factory=dict)
-    # phase -> the reductions that its loop accumulates
+    # phase -> reductions
     reductions: dict[int, list[LoopReduction]] = field(default_factory=dict)
     # phase -> the values that its loop stores for all participants, their axis first, and the
     # reasons
     stored: dict[int, dict[Var, str]] = field(default_factory=dict)
     # the mapped values that the server computes, because their phase has no loop
     on_server: set[Var] = field(default_factory=set)
-    # phase -> the equations that the server runs before the loop
+    # before the loop of a phase
     server: dict[int, list[JaxprEqn]] = field(default_factory=dict)
 
     def resolve(self, v: Atom) -> Atom:

@@ -23,10 +23,10 @@ EqnParams = dict[str, Any]
 class Unstacked(NamedTuple):
     """An equation on arrays that hold one participant."""
 
-    eqn: JaxprEqn  # the equation on the values of all participants
+    eqn: JaxprEqn  # on the values of all participants
     # parameters of the same primitive for arrays with a participants' axis of size 1
     params: EqnParams
-    axes: AxisMap  # where the participants' axis lies in each operand and each result
+    axes: AxisMap
 
 
 def unstack(
@@ -113,8 +113,7 @@ def _names(sharding: Any, mesh_axis: str | None) -> bool:
 
 # ---- the reductions over participants that a loop can accumulate
 #
-# The federated reductions, and sums, maxima, minima, matmuls and convolutions of `jax.numpy` over
-# the participants' axis: a weighted average `jnp.einsum("n,nij->ij", weights, delta)`, and the
+# Also of `jax.numpy`: a weighted average `jnp.einsum("n,nij->ij", weights, delta)`, and the
 # derivative of `delta @ w` with respect to a server value `w`.
 
 FEDERATED = {
@@ -131,12 +130,11 @@ class LoopReduction(NamedTuple):
     """A reduction in the parts that a loop over participants needs."""
 
     eqn: JaxprEqn  # the equation
-    axes: tuple[int, ...]  # the participants' axis of each operand
-    monoids: list[Monoid]  # how each total is combined
+    axes: tuple[int, ...]  # of each operand
+    monoids: list[Monoid]
     # `(*operands) -> one term for each total`, of slices, or with a participants' axis of size 1
     terms: Callable[..., list[jax.Array]]
     finish: Callable[[list[jax.Array]], list[jax.Array]]  # `(totals) -> results`
-    # whether the operands of `terms` are slices
     takes_slices: bool = False
 
 

@@ -35,8 +35,8 @@ class Wiring(NamedTuple):
     """The server's parts."""
 
     parts: list[Part]
-    arguments: dict[str, int]  # name of an argument that the server reads -> its number
-    results: dict[str, int]  # name of a result of the server -> its number
+    arguments: dict[str, int]
+    results: dict[str, int]
 
 
 def output_of(plan: StreamingPlan, values: dict[Var, Any], v: Atom) -> Any:

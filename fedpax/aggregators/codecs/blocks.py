@@ -23,8 +23,8 @@ class Blocks(NamedTuple):
 
     # the axis that is divided; other axes do not change. None: the leaf is flattened first.
     axis: int | None
-    num_blocks: int  # number of blocks along the axis
-    size: int  # number of entries of a block
+    num_blocks: int
+    size: int
 
 
 @functools.lru_cache(maxsize=4096)

@@ -29,9 +29,9 @@ class UpdateCoder(NamedTuple):
 
     codec: Codec
     round_key: Key[Array, ""]
-    types: Sequence[Any]  # the types of one participant's leaves
+    types: Sequence[Any]  # of one participant's leaves
     model_axes: Sequence[str]  # the mesh axes within a participant, automatic or explicit
-    # a codec for the mean of the decoded updates. Default None: the mean is exact.
+    # Default None: the mean is exact.
     mean_codec: Codec | None = None
 
     def encode(

@@ -44,8 +44,7 @@ def standardize(
 ) -> Float[np.ndarray, "*batch height width channels"]:
     """Shift and scale each image, pixels from 0 to 1, to mean 0 and standard deviation 1."""
     # The standard deviation counts as at least 1 / (255 sqrt(number of values)), so that an image
-    # of one color becomes 0. This is TensorFlow's `per_image_standardization` of pixels from 0 to
-    # 255.
+    # of one color becomes 0, as in TensorFlow's `per_image_standardization`.
     axes = (-3, -2, -1)
     least = 1 / (255 * np.sqrt(np.prod(images.shape[-3:])))
     mean, deviation = images.mean(axes, keepdims=True), images.std(axes, keepdims=True)

@@ -28,9 +28,8 @@ def pack_clients(
     tokenizer: Tokenizer = BYTE_TOKENIZER,
 ) -> tuple[Arrays, list[NDArray[np.int64]]]:
     """Pack the documents of each client into rows `[rows, seq_len]`, for `cohort_rounds`."""
-    # No row has tokens of two clients. The population has the indices of the rows of each client;
-    # clients are in the order of their names; without `client_field` there is one.
-    # `preprocess_rows` makes batches of the rows.
+    # No row has tokens of two clients. Clients are in the order of their names; without
+    # `client_field` there is one.
     source = as_examples(source)
     if not len(source):
         raise ArgumentError("The source has no examples to train on: load another split.")

@@ -201,8 +201,6 @@ class CohortRounds:
         sizes = located.sizes
         num_steps = self._num_steps(sizes)
 
-        # For each example of the round: its client's row, its epoch (a sequence is an epoch of a
-        # client), and its place there.
         epoch_slots = -(-sizes // batch_size) * batch_size
         row_slots = num_steps * batch_size
         num_epochs = min(local_epochs, self.max_steps)
@@ -325,8 +323,8 @@ class CohortRounds:
 
     def set_state(self, state: Any) -> None:
         """Move to a saved position of a stream with equal settings over the same source."""
-        # With equal `num_devices` and `chunk_size` the rounds are bitwise equal. Otherwise they
-        # have the same clients with the same batches, in an order for this number of devices.
+        # With equal `num_devices` and `chunk_size` the rounds are bitwise equal, else in another
+        # order.
         self._round = int(check_state(state, self.settings, "round"))
 
 

@@ -30,8 +30,8 @@ class ShardPosition(NamedTuple):
 class DocumentOrder:
     """The order in which one of several shards reads its documents, computed and not stored."""
 
-    # The documents are shuffled once and dealt out, document n to shard n mod `num_shards`. Each
-    # shard has a new order in every epoch. `key`, equal for all shards, selects the orders.
+    # Document n is dealt to shard n mod `num_shards`, which has a new order in every epoch. `key`,
+    # equal for all shards, selects the orders.
 
     def __init__(
         self, documents: Indices | int, shard: int, num_shards: int, key: UInt64[np.ndarray, ""]
@@ -73,9 +73,6 @@ class _Window(NamedTuple):
 
 class Shard:
     """The endless sequence of rows of one shard."""
-
-    # Rows are shuffled within windows of `window_tokens`, at most one epoch; `key` selects their
-    # order.
 
     def __init__(
         self,

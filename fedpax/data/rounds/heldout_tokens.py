@@ -31,9 +31,8 @@ _DOCUMENTS_AT_ONCE = 256  # that a tokenizer encodes on several cores
 class HeldoutRows:
     """The packed rows of a split of text, in the source's order, tokenized when they are read."""
 
-    # The first use counts the tokens of each document. Afterwards only the documents of the rows
-    # that are read are tokenized again. `max_tokens` spaces rows evenly over the split. With
-    # `divide`, processes divide the counting: all must use the rows first at the same point.
+    # The first use counts the tokens of each document; later, only documents of the rows that are
+    # read are tokenized. With `divide`, all processes must use the rows first at the same point.
 
     def __init__(
         self,

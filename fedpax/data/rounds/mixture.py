@@ -133,11 +133,10 @@ def apportion(
 ) -> tuple[Int64[np.ndarray, " count"], list[float]]:
     """Choose a data set for each of the next rows, such that the counts follow the shares."""
     # After n rows, data set k was chosen c_k times and its quota q_k is the sum of its shares. If
-    # shares are constant, |q_k - c_k| <= 1 - 1 / (2 K - 2) for K data sets after every row. Data
-    # set k may be chosen once its credit q_k - c_k reaches 1 / (2 K - 2); of these, the one whose
-    # credit would exceed the bound first, at its current share, is chosen. A share of 0 is never
-    # chosen. `credits` are before the first row; the credits after the last row are returned too.
-    # Tijdeman. The Chairman Assignment Problem. Discrete Mathematics 32, 1980, section 2.
+    # shares are constant, |q_k - c_k| <= 1 - 1 / (2 K - 2) for K data sets. Data set k may be
+    # chosen once its credit q_k - c_k reaches 1 / (2 K - 2); of these, the one whose credit would
+    # exceed the bound first, at its current share, is chosen. A share of 0 is never chosen.
+    # Tijdeman, Discrete Mathematics 32, 1980, section 2.
     credits = list(credits)
     positive = [k for k, share in enumerate(shares) if share > 0]
     least = 1 / (2 * len(positive) - 2) if len(positive) > 1 else 0.0

@@ -151,8 +151,7 @@ def source_name(source: Examples) -> str:
 
 def arrays_fingerprint(arrays: Mapping[str, NDArray[Any]]) -> str:
     """Return a text that identifies arrays in memory: their fields and a checksum."""
-    # Of the contents, at most 1,000 evenly spaced examples are read, so large arrays take no
-    # longer.
+    # Of the contents, at most 1,000 evenly spaced examples are read.
     value = 0
     for name, values in sorted(arrays.items()):
         value = zlib.crc32(f"{name}{values.dtype}{values.shape}".encode(), value)
@@ -163,8 +162,7 @@ def arrays_fingerprint(arrays: Mapping[str, NDArray[Any]]) -> str:
 
 def texts_fingerprint(source: Examples, field: Field) -> str:
     """Return a text that identifies the documents of a source: their number and a checksum."""
-    # At most 256 evenly spaced documents are read, so large data sets take no longer; the length
-    # and the first 64 KiB of each count.
+    # At most 256 evenly spaced documents are read; the length and the first 64 KiB of each count.
     indices = evenly_spaced(len(source), SAMPLED_DOCUMENTS).tolist()
     checksum = hashlib.sha256()
     names = field.fields if isinstance(field, Conversation) else (field,)

@@ -55,7 +55,7 @@ class _Progress(NamedTuple):
 
     rounds: int
     steps: int
-    rows: int  # rows so far, over all islands
+    rows: int  # over all islands
     credits: list[float]  # rows that each data set is owed, see `apportion`
 
 

@@ -22,9 +22,9 @@ SECONDS_BETWEEN_JOINS = 0.2
 class SharedLink:
     """The link to the syncer, as all processes of an island see it."""
 
-    # The other processes receive the status of process 0 over the control channel, beside the
-    # devices, so that all dispatch the same programs in the same order. All must call `join` and
-    # `poll` at the same points of their programs.
+    # The other processes receive the status of process 0 over the control channel, so that all
+    # dispatch the same programs in the same order. All must call `join` and `poll` at the same
+    # points.
 
     def __init__(
         self, link: Link | None, channel: ControlChannel, preemption: PreemptionGuard
@@ -127,10 +127,8 @@ def _read_reply(fields: Mapping[str, Any]) -> JoinReply:
 class Island:
     """The training of one island, one phase of S inner steps at a time."""
 
-    # Only `finish` waits for the network. Each process of an island has an object of this class,
-    # which dispatches programs by the status alone. `process` is the `incarnation` of its messages.
-    # `on_discard` is called with the number of unsent steps that are discarded, because the syncer
-    # has restored an older state.
+    # Only `finish` waits for the network. `on_discard` is called with the number of unsent steps
+    # that are discarded, because the syncer has restored an older state.
 
     def __init__(
         self,
@@ -287,12 +285,12 @@ class Island:
 class FragmentLedger:
     """The progress of one fragment."""
 
-    # Number of merges of the outer parameters that the island has; -1 for none yet.
+    # Number of merges of the outer parameters; -1 for none yet.
     version: int = -1
     base: int = -1  # the version at the first unsent step
-    steps: int = 0  # number of unsent inner steps
-    tokens: float = 0.0  # tokens of the unsent steps
-    last_sent: tuple[str, int] = ("", 0)  # process and sequence number of the newest update
+    steps: int = 0
+    tokens: float = 0.0
+    last_sent: tuple[str, int] = ("", 0)  # process and sequence number
 
     def forget(self) -> None:
         """Count no step as unsent."""
@@ -302,8 +300,7 @@ class FragmentLedger:
 class Ledger:
     """The progress of all fragments, and the rule that chooses the fragment to send next."""
 
-    # An island sends the fragment that the syncer merges next or, if it was sent, the one after it:
-    # a late island skips to the syncer's merge. A fragment not sent for two rounds of its own steps
+    # A late island skips to the syncer's merge. A fragment not sent for two rounds of its own steps
     # is sent in addition.
 
     def __init__(self, num_fragments: int, steps_per_sync: int) -> None:

@@ -38,12 +38,12 @@ class ReceivedFragment(NamedTuple):
 class SyncerStatus(NamedTuple):
     """An island's knowledge of its syncer at one point of its training."""
 
-    merges: int = 0  # number of merges that the syncer has done, as far as known
+    merges: int = 0  # as far as known
     finished: bool = False  # whether the syncer has done all merges
-    connected: bool = False  # whether the last call got an answer
+    connected: bool = False
     # Whether the updates so far have been acknowledged, and there is room for another.
     can_send: bool = False
-    # The fragments that have arrived since the former poll.
+    # Since the former poll.
     fragments: Sequence[ReceivedFragment] = ()
     # Reason and target merge of each update that the syncer has dropped since then.
     dropped: Sequence[tuple[str, int | None]] = ()
@@ -59,13 +59,13 @@ class SyncerStatus(NamedTuple):
 class JoinReply(NamedTuple):
     """The answer of the syncer to an island that joins."""
 
-    run: str  # identifies the syncer's run
+    run: str
     # The island's shard of the data; None if the run is finished and no shard is free.
     shard: int | None
     # Process and sequence number of the newest update of each fragment that the syncer has from
     # this island.
     received: Mapping[int, tuple[str, int]]
-    rounds: int  # number of rounds of the run
+    rounds: int
     finished: bool  # whether the syncer has done all merges
 
 
@@ -79,12 +79,11 @@ class _Outgoing:
 class Link:
     """The exchange of one island with its syncer."""
 
-    # `start` runs the exchange in threads; without threads, a call of `exchange` does one. After a
-    # restart of the syncer, the link sends each update again that the saved model does not have;
-    # none is applied twice. If another island has taken this island's shard, the link keeps the
-    # updates, and joins when a shard is free. `on_end` is called in a thread of the exchange when
-    # an answer says that all merges are done, before the syncer is told that the island knows it.
-    # `failure` ends the exchange: the island must stop.
+    # After a restart of the syncer, the link sends each update again that the saved model does not
+    # have; none is applied twice. If another island has taken this island's shard, the link keeps
+    # the updates, and joins when a shard is free. `on_end` is called in a thread of the exchange
+    # when an answer says that all merges are done, before the syncer is told that the island knows
+    # it. `failure` ends the exchange: the island must stop.
 
     def __init__(
         self,
@@ -167,8 +166,6 @@ class Link:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.connected and any(self._unacknowledged()):
             time.sleep(0.01)
-
-    # The exchange.
 
     def start(self) -> None:
         """Start the threads of the exchange."""
@@ -291,7 +288,7 @@ class Link:
         self._versions[p] = version
         self.received_bytes += sum(x.nbytes for x in answer.arrays.values())
         with self._lock:
-            # An older version that was not taken yet is obsolete.
+            # An older version is obsolete.
             self._inbox = [fragment for fragment in self._inbox if fragment.number != p]
             self._inbox.append(ReceivedFragment(p, version, answer.arrays))
             self._arrived.set()

@@ -21,10 +21,10 @@ from fedpax.training.experiment import Run
 class LocalState(NamedTuple):
     """The state of an island."""
 
-    params: Params  # the island's model y
+    params: Params  # y
     # The model r, so that the unsent progress is r - y: each fragment as last received or sent.
     sent_params: Params
-    inner_optimizer_state: optax.OptState  # the state of the inner optimizer
+    inner_optimizer_state: optax.OptState
     # With error feedback, the float32 part of the updates that the codec dropped; else None.
     residual: Params | None
 

@@ -30,7 +30,7 @@ class Record(NamedTuple):
     """A message of a journal."""
 
     message: Message
-    end: int  # the position in the file after it, in bytes
+    end: int  # the position after it, in bytes
 
 
 class Journal:
@@ -39,8 +39,7 @@ class Journal:
     # The file begins with the number of its records, 4 bytes, and its CRC-32, written after the
     # record: a process that is killed can leave one record more, and a file with fewer was cut. A
     # record is the length of its content, 8 bytes, the CRC-32 of the length, and the chunks of the
-    # message (`message.encode`), each after its length in 4 bytes. What follows `end`, the end of
-    # the complete records, is removed.
+    # message, each after its length in 4 bytes. What follows `end` is removed.
 
     def __init__(self, path: Path, end: int = 0, records: int = 0) -> None:
         self.path, self._records = path, records

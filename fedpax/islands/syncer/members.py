@@ -33,8 +33,7 @@ KNOWN_PROCESSES = 16
 class IslandRecord:
     """An island, as the syncer knows it."""
 
-    # `to_json` returns the fields that are saved with the model, so that a restarted syncer applies
-    # no update a second time. The other fields describe the current processes.
+    # Of the saved fields, `merged` keeps a restarted syncer from applying an update a second time.
 
     name: str
     shard: int | None  # its shard of the data; None after another island has taken it
@@ -45,22 +44,22 @@ class IslandRecord:
     data: dict[str, str] = dataclasses.field(default_factory=dict)
     # For each fragment, process and sequence number of its newest update in the saved model.
     merged: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
-    joined: bool = False  # whether its newest process has joined this syncer process
-    left: bool = False  # whether it has told the syncer that it leaves
-    expelled: bool = False  # whether its certificate is expelled from the run
+    joined: bool = False
+    left: bool = False
+    expelled: bool = False
     heard_end: bool = False  # whether it has told the syncer that it knows the end of the run
     since: float = 0.0  # time at which the syncer has first heard of it, or was started
     # For each fragment, time of its last part in a merge.
     last_parts: dict[int, float] = dataclasses.field(default_factory=dict)
     last_message: float = 0.0  # time of its last message, on the syncer's clock
     last_step: float = 0.0  # time of the last message with a larger number of steps
-    steps: int = 0  # inner steps of its process
-    steps_before: int = 0  # inner steps in the checkpoint with which its process began
+    steps: int = 0  # of its process
+    steps_before: int = 0  # in the checkpoint with which its process began
     seconds_per_update: float = 0.0  # seconds between its phases of S steps, as it measures them
-    loss: float | None = None  # its training loss, as it reports it
-    contributed: int = 0  # number of updates that were merged
-    late: int = 0  # number of updates that arrived after their merge and are part of a later one
-    dropped: int = 0  # number of updates that were not applied
+    loss: float | None = None  # as it reports it
+    contributed: int = 0  # updates that were merged
+    late: int = 0  # updates in a later merge than theirs
+    dropped: int = 0  # updates that were not applied
     # For each fragment, sequence number and reason of its newest dropped update.
     newest_dropped: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
 
@@ -349,9 +348,9 @@ KEPT = 64
 class Epochs:
     """The processes of a syncer, each with a random name and the merge after which it started."""
 
-    # A syncer that restores an older copy of its state loses merges that islands have; epochs tell
-    # the two histories apart. The merges of an island are in the history if the epoch in which it
-    # last joined is, and had as many merges before the next one began.
+    # A syncer that restores an older copy of its state loses merges that islands have. The merges
+    # of an island are in the history if the epoch in which it last joined is, and had as many
+    # merges before the next one began.
 
     def __init__(
         self, num_fragments: int, saved: Sequence[tuple[str, int]] = (), merges: int = 0

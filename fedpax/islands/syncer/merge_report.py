@@ -14,16 +14,16 @@ class MergeReport(NamedTuple):
     """The report of one merge."""
 
     merge: int  # its number, from 1
-    islands: tuple[str, ...]  # names of the islands in it
-    updates: int  # number of updates in it
+    islands: tuple[str, ...]
+    updates: int
     late: int  # number of these updates that had missed an earlier merge
-    steps: int  # inner steps in it
-    tokens: float  # tokens of these steps
+    steps: int
+    tokens: float
     # Mean of the updates' losses, weighted by their steps; in a robust merge the median of the
     # certificates' means.
     loss: float
     staleness: int  # the largest number of merges of the fragment that an update missed
-    metrics: Mapping[str, float]  # the metrics of the aggregator
+    metrics: Mapping[str, float]  # of the aggregator
 
 
 def read_report(merge: Mapping[str, Any]) -> MergeReport:
@@ -45,9 +45,9 @@ def read_report(merge: Mapping[str, Any]) -> MergeReport:
 class Totals(NamedTuple):
     """Counts since the run began, over all processes of the syncer."""
 
-    tokens: float = 0.0  # tokens of merged updates
-    received_bytes: int = 0  # bytes of the arrays of updates
-    sent_bytes: int = 0  # bytes of the arrays of fragments
+    tokens: float = 0.0  # of merged updates
+    received_bytes: int = 0  # of updates
+    sent_bytes: int = 0  # of fragments
     repeated: int = 0  # updates that came again and were not applied again
     # Updates dropped because their fragment was merged more than `max_staleness` times since their
     # first step.

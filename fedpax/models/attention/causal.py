@@ -266,9 +266,8 @@ def rotary(
     """Compute cosines and sines, `[batch, seq_len, 1, head_dim / 2]`, by which `rotate` rotates."""
     # Pair i at position p rotates by the angle p f_i with f_i = base^(-2 i / head_dim). With
     # `scaling_factor`, wavelengths longer than `original_seq_len` are multiplied by it, wavelengths
-    # shorter than a quarter of that stay, and frequencies between are interpolated linearly in
-    # `original_seq_len` / wavelength. RoFormer (arXiv:2104.09864), section 3.2; the scaling of
-    # Llama 3.1 (arXiv:2407.21783).
+    # shorter than a quarter of that stay, and frequencies between are interpolated linearly.
+    # RoFormer (arXiv:2104.09864), section 3.2; Llama 3.1 (arXiv:2407.21783).
     frequencies = base ** (-jnp.arange(0, head_dim, 2) / head_dim)
     if scaling_factor is not None:
         rotations = original_seq_len * frequencies / (2 * jnp.pi)
@@ -282,8 +281,6 @@ def rotate(
     x: Float[Array, "batch seq heads head_dim"], rotation: tuple[jax.Array, jax.Array]
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotate feature i and feature i + head_dim / 2 of each head as a pair."""
-    # The dot product of a rotated query and a rotated key depends only on the distance of their
-    # positions.
     cosine, sine = (r.astype(x.dtype) for r in rotation)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate(

@@ -30,7 +30,7 @@ class TensorLayout(NamedTuple):
 
     # PyTorch's linear layers are `[outputs, inputs]`, with heads merged with their features.
 
-    name: str  # name of the tensor, with {layer} and {expert}
+    name: str  # with {layer} and {expert}
     axes: Index  # the parameter's axes in the order of the tensor
     # Number of these axes that the tensor merges to its first axis; the rest is its second.
     num_row_axes: int = 1
@@ -40,7 +40,7 @@ class StoredParameter(NamedTuple):
     """A parameter of the transformer and the tensors that hold it."""
 
     layout: TensorLayout
-    shape: tuple[int, ...]  # shape of the parameter, with the stacked axes
+    shape: tuple[int, ...]  # with the stacked axes
     # Leading axes of layers: 0 outside of the layers, 2 with pipeline repeats.
     num_layer_axes: int = 0
     num_expert_axes: int = 0  # 1 for the experts of a mixture, behind the axes of layers

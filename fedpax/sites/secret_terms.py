@@ -62,6 +62,10 @@ OF_ONE = frozenset(
 """Fields of a task that differ between sites, or on which no term depends."""
 
 
+REPEATED = 2
+"""Rounds that may be repeated after a sum with noise, as when a coordinator was killed."""
+
+
 class SecretTerms:
     """A site's part in the secure sums of its rounds."""
 
@@ -76,6 +80,8 @@ class SecretTerms:
         self._opened = OpenedSums(None if folder is None else folder / OPENED)
         # The session, and the name of the sum and this site's clients when it sent values.
         self._masked = "", "", ""
+        self.rounds, self._noisy = 0, 0  # of the run; and noisy stages, if the stage has noise
+        self._counted = ""  # session of the last sum with noise
         self._sums = SiteSums(least_sites or 3, signer)
         self._asked = AskedStages(OF_ONE)
 
@@ -91,7 +97,8 @@ class SecretTerms:
             if answer.header["phase"] in ("confirm", "reveal"):
                 self._check_opened(self._sums.sites)
             if answer.header["phase"] == "reveal":
-                _, name, clients = self._masked
+                session, name, clients = self._masked
+                self._count_noise(session, name.split()[0])
                 self._opened.add(name, {"sites": sorted(self._sums.sites), "clients": clients})
         except SecureSumError as error:
             return {"fault": str(error)[:MAX_TEXT]}
@@ -140,6 +147,24 @@ class SecretTerms:
         except (SecureSumError, NotSummableError) as error:
             return {"fault": str(error)[:MAX_TEXT]}, {}
         return {**fields, "answer": dict(answer.header)}, answer.arrays
+
+    def expect(self, divided: Stages, number: int) -> None:
+        """Note the stage whose values are sent next."""
+        self._noisy = sum(bool(s.noise) for s in divided) if divided[number].noise else 0
+
+    def _count_noise(self, session: str, task: str) -> None:
+        """Count a sum with noise before it is opened; raise if epsilon is stated for fewer."""
+        if not self._noisy or task == EVALUATION or session == self._counted:
+            return
+        opened = self._opened.get(f"noise {task}") or 0
+        most = self._noisy * (REPEATED + (self.rounds if task == ROUND else 1))
+        if opened >= most:
+            raise SecureSumError(
+                f"this site has helped to open {opened} sums with noise, expected at most {most}: "
+                "more would add to its epsilon. Begin a new run"
+            )
+        self._opened.add(f"noise {task}", opened + 1)
+        self._counted = session
 
     def _check_opened(self, sites: Collection[str]) -> None:
         """Raise if this site has helped to open another sum of the values that it sends."""

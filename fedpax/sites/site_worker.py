@@ -278,6 +278,7 @@ class SiteWorker:
                 "same flags and the same version of fedpax on both sides."
             )
         stage, client, merge = divided[number], divided.client(number), divided.merge(number)
+        self._sums.expect(divided, number)
         of_all, of_rows = in_order(SHARED, arrays), in_order(ROW, arrays)
         check_arrays(SHARED, stage.shared, of_all, ())
         check_arrays(ROW, stage.rows, of_rows, (len(header["clients"]),))
@@ -288,8 +289,7 @@ class SiteWorker:
                 "the syncer asks for the encoded update of a client, expected the sum over this "
                 f"site's {self.count} clients. Use the same version of fedpax on both sides."
             )
-        merged: Any = ()
-        shown: list[Any] = []
+        merged, shown = cast(Any, ()), list[Any]()
         for place, (k, slot) in enumerate(zip(header["clients"], header["slots"], strict=True)):
             received = [
                 from_numbers(x[place], v.dtype) for x, v in zip(of_rows, stage.rows, strict=True)

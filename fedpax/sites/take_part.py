@@ -145,13 +145,14 @@ class Site:
         lines = read_metrics(folder)
         self._answered = {line["round"] for line in select(lines, "training")}
         evaluations = len(select(lines, "evaluation"))
+        self._sums = sums or SecretTerms(name)
         self._worker = SiteWorker(
             experiment,
             folder,
             seed=experiment.training.seed,
             save=self._save,
             on_metrics=self._note_metrics,
-            sums=sums or SecretTerms(name),
+            sums=self._sums,
             personal=personal,
             allowance=Allowance(len(self._answered), evaluations, sends=sends_metrics),
         )
@@ -229,6 +230,7 @@ class Site:
         write_site_file(self._folder, self._file)
         self._progress.note(f"joined {self._connection.address} as {self._name}")
         self._rounds = CheckedHeader(answer.header).count("rounds")
+        self._sums.rounds = self._rounds
         self._progress.set_rounds(self._rounds)
         return True
 

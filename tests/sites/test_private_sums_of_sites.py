@@ -11,9 +11,14 @@ import pytest
 from fedpax.aggregators import PrivacyAccountant
 from fedpax.errors import FedpaxError
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.secure_sums.arithmetic import SecureSumError
 from fedpax.settings.client_aggregators import aggregator
+from fedpax.sites.participants import OPENED, OpenedSums
 from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.secret_terms import REPEATED, SecretTerms
 from fedpax.sites.site_worker import SiteWorker, UnknownRoundError
+from fedpax.sites.stage_calls import StageCalls
+from fedpax.sites.tasks import new_token
 from fedpax.transport.message import Message
 from sites.federation import Line, run, write_hospitals
 from sites.test_equals_training import SIZES, experiment
@@ -115,3 +120,32 @@ def test_without_secure_sums_the_coordinator_refuses(tmp_path: Path) -> None:
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", **fields) for s in SIZES}
     with pytest.raises(FedpaxError, match="Start the syncer with --secure_sums"):
         run(experiment(**fields), sites, tmp_path / "runs", rules=RoundRules(3, 60.0))
+
+
+def test_a_site_opens_as_many_sums_with_noise_as_epsilon_is_stated_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator asks for each round 25 times, and could average the noise out."""
+    ask, sums = StageCalls.ask, list[str]()
+
+    def again(calls: StageCalls, divided: Any, request: Any, token: str, *args: Any) -> Any:
+        answer = ask(calls, divided, request, token, *args)
+        if args[0]["task"] == "round":
+            for _ in range(24):
+                if ask(calls, divided, request, new_token(), *args) is not None:
+                    sums.append(token)
+        return answer
+
+    monkeypatch.setattr(StageCalls, "ask", again)
+    monkeypatch.setattr(StageCalls, "_report", lambda *_: None)  # it mutes no site
+    federate(tmp_path, "runs", 1, needs=3, sizes=THREE)
+    assert len(sums) == REPEATED
+    for name in THREE:
+        path = tmp_path / "runs" / name / OPENED
+        opened = OpenedSums(path)
+        assert (opened.get("noise round"), opened.get("noise question")) == (1 + REPEATED, 1)
+    # A new process in the same folder has counted them.
+    terms = SecretTerms("a", folder=tmp_path / "runs" / "a")
+    terms.rounds, terms._noisy = 1, 1
+    with pytest.raises(SecureSumError, match="open 3 sums with noise, expected at most 3"):
+        terms._count_noise("another", "round")

@@ -19,7 +19,7 @@ from fedpax.data.rounds.cohort_stream import PadTo
 from fedpax.data.rounds.labeled_examples import Arrays, Preprocess
 from fedpax.deploy.batch_training import HeldoutClients
 from fedpax.errors import ArgumentError
-from fedpax.experiments.parts.client_evaluation import EvaluateClients, client_name
+from fedpax.experiments.parts.client_evaluation import EvaluateClients, client_name, fingerprint_of
 from fedpax.experiments.parts.over_sites import (
     ChosenClients,
     OverSites,
@@ -342,6 +342,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             placement="clients",
             cohort_shapes=rounds.shapes,
             evaluate_clients=lambda params: evaluate_clients()(params),
+            heldout_fingerprint=lambda: fingerprint_of(read_heldout()),
             notes=describe_privacy(self),
         )
 

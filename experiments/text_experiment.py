@@ -203,6 +203,7 @@ class TextExperiment(LanguageModelExperiment):
             frozen=trainable.frozen,
             whole_model=trainable.whole_model,
             compiler_options=self.compiler_options(mesh),
+            heldout_fingerprint=lambda: read()[1].fingerprint(),
             notes=self.notes(self.optimizer, self._num_steps),
         )
 

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from fedpax.data import (
 from fedpax.data.open_client_files import OpenFiles
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.data.rounds.labeled_examples import Preprocess
-from fedpax.data.rounds.stream_parts import LocalRows, addressable_rows
+from fedpax.data.rounds.stream_parts import LocalRows, addressable_rows, arrays_fingerprint
 from fedpax.data.tables import Label
 from fedpax.deploy.batch_training import HeldoutClients
 from fedpax.errors import ArgumentError
@@ -205,6 +206,12 @@ def finish_regression(
     return metrics
 
 
+def fingerprint_of(batches: Sequence[Batch]) -> dict[str, str]:
+    """Return a text that identifies batches in memory."""
+    sums = (arrays_fingerprint(jax.tree.map(np.asarray, batch)) for batch in batches)
+    return {"of the run": f"{len(batches)} batches, sample {zlib.crc32(str([*sums]).encode())}"}
+
+
 # ---- held-out texts: the split that every run evaluates on, and further data sets by name
 
 
@@ -222,6 +229,11 @@ class HeldoutSets(NamedTuple):
 
     main: HeldoutRows
     others: Mapping[str, HeldoutRows]
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return the fingerprint of each set, by its name."""
+        named = {"of the run": self.main, **self.others}
+        return {name: rows.fingerprint() for name, rows in named.items()}
 
 
 _FORM = re.compile(

@@ -188,6 +188,7 @@ class ClientText(OnClientsMesh, LanguageModelExperiment):
             frozen=trainable.frozen,
             whole_model=trainable.whole_model,
             evaluate_clients=lambda params: evaluate_clients()(params),
+            heldout_fingerprint=heldout and heldout.fingerprint,
             notes=self.notes(self.optimizer, rounds.max_steps),
         )
 

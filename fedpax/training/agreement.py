@@ -4,7 +4,7 @@ import hashlib
 import socket
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import chex
@@ -76,15 +76,17 @@ def check_agreement(folder: Path, experiment: Experiment, saved_in: Path | None 
     _check_same(settings, SAME_COMMAND)
 
 
-def check_same_data(cohorts: CohortStream) -> dict[str, str]:
-    """Check that the processes have the same data; return its fingerprint."""
+def check_same_data(
+    cohorts: CohortStream, heldout: Callable[[], Mapping[str, str]] | None = None
+) -> dict[str, str]:
+    """Check that the processes have the same data; return the fingerprint of the training data."""
     # With other files under the same name, each process would leave out most of its documents. With
     # one process, nothing is compared.
     data_fingerprint = fingerprint(cohorts)
     if jax.process_count() > 1:
-        _check_same(
-            {f"the data set {name}": text for name, text in data_fingerprint.items()}, SAME_FILES
-        )
+        every = {} if heldout is None else {f"{k}, held out": text for k, text in heldout().items()}
+        every |= data_fingerprint
+        _check_same({f"the data set {name}": text for name, text in every.items()}, SAME_FILES)
     return data_fingerprint
 
 

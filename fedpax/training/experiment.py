@@ -123,6 +123,8 @@ class Run(NamedTuple):
             `fedpax evaluate --by_client`. Default None: the held-out data have no clients.
         evaluate_own_models: `state -> metrics of each client` of the clients' own models. Default
             None: clients have no own models.
+        heldout_fingerprint: `() -> texts by data set`, which identify the held-out data: processes
+            of a job compare them at the start. Default None: they are not compared.
         notes: lines that are printed when the run starts.
         cautions: the notes that an evaluation prints too, such as the number of filled values.
     """
@@ -146,6 +148,7 @@ class Run(NamedTuple):
     evaluate_state: Callable[[Any], HeldoutMetrics] | None = None
     evaluate_clients: Callable[[Params], ClientMetrics] | None = None
     evaluate_own_models: Callable[[Any], ClientMetrics] | None = None
+    heldout_fingerprint: Callable[[], Mapping[str, str]] | None = None
     notes: Sequence[str] = ()
     cautions: Sequence[str] = ()
 

@@ -217,7 +217,7 @@ def _open_loop(job: TrainingJob, resources: ExitStack) -> tuple[RoundLoop, RunFi
     run = build_run(experiment)
     enter(jax.set_mesh(run.mesh))
     if jax.process_count() > 1:  # else the data are opened while the round is compiled
-        check_same_data(run.cohorts)
+        check_same_data(run.cohorts, run.heldout_fingerprint)
     exports, checkpoint_dir = enter(_exports(job)), job.checkpoint_dir
     files = enter(
         open_files(

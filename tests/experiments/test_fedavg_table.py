@@ -44,6 +44,19 @@ def features_by_hand(columns: dict[str, np.ndarray], training: np.ndarray) -> np
     return np.stack(parts, axis=1).astype(np.float32)
 
 
+def test_the_fingerprint_of_heldout_rows_tells_other_files(folder: Path, tmp_path: Path) -> None:
+    write_hospitals(tmp_path)
+
+    def fingerprint() -> dict[str, str]:
+        return dict(make(tmp_path, "outcome").build().heldout_fingerprint())
+
+    before = fingerprint()
+    assert before == make(folder, "outcome").build().heldout_fingerprint()
+    for path in tmp_path.iterdir():
+        path.write_text(path.read_text().replace("kvinna", "man"))
+    assert before.keys() == {"of the run"} and fingerprint() != before
+
+
 @pytest.mark.parametrize("label", ["outcome", "score"])
 def test_equals_the_same_arrays_passed_in_python(folder: Path, label: str) -> None:
     experiment = make(folder, label)

@@ -101,3 +101,29 @@ def test_processes_with_other_files_of_one_name_are_refused(tmp_path: Path) -> N
         assert status == 2, errors
         assert "the data set corpus-train.array_record is 200 documents, sample" in errors
         assert "Give all hosts the same files" in errors
+
+
+@pytest.mark.parametrize("exp", ["diloco_text", "fedavg_lora_text"])
+def test_processes_with_other_heldout_data_say_so(tmp_path: Path, exp: str) -> None:
+    port = free_port()
+    rows = [{"text": f"line {i} " * 20, "user": i % 8} for i in range(64)]
+    processes = []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for split in ("train", "heldout"):
+            changed = {"text": "z" * 140} if number and split == "heldout" else {}
+            lines = [json.dumps(row | changed) + "\n" for row in rows]
+            (folder / f"{split}.jsonl").write_text("".join(lines))
+        own = {
+            "diloco_text": ["--islands=2", "--mesh.islands=2", "--mesh.fsdp=2"],
+            "fedavg_lora_text": ["--data.client_field=user", "--cohort.size=4", "--mesh.clients=4"],
+        }[exp]
+        command = ["train", f"--exp={exp}", f"--job_log_dir={tmp_path / 'run'}", "--multihost"]
+        command += [*own, "--data.dataset={split}.jsonl", "--data.seq_len=16"]
+        processes.append(start_one(command, environment(number, 2, port), cwd=folder))
+    for status, _, errors in finish(processes):
+        assert status == 2, errors
+        assert "the data set of the run, held out is " in errors
+        assert "Give all hosts the same files" in errors
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

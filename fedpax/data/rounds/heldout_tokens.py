@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from fedpax.data.rounds.documents import Field, encode_named
-from fedpax.data.rounds.stream_parts import check_sizes
+from fedpax.data.rounds.stream_parts import check_sizes, texts_fingerprint
 from fedpax.errors import ArgumentError
 from fedpax.processes.communication import gather_json
 from fedpax.sources.source import Examples, as_examples
@@ -103,6 +103,10 @@ class HeldoutRows:
             return np.arange(rows)
         count = self._max_tokens // self.seq_len
         return np.linspace(0, rows - 1, count).round().astype(np.int64)
+
+    def fingerprint(self) -> str:
+        """Return the number of documents and a checksum of a sample."""
+        return texts_fingerprint(self._source, self._field)
 
     def __len__(self) -> int:
         return len(self._chosen)

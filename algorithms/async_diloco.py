@@ -72,8 +72,8 @@ def async_diloco(
     With an `aggregator`, the sum of the gradients at a position is their number times the
     aggregate.
 
-    Communication: a sum over the islands per position. Memory: each island holds the model that it
-    trains from. `jax.grad` through a round with a schedule raises.
+    Each island holds the model that it trains from. `jax.grad` through a round with a schedule
+    raises.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.

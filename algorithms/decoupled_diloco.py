@@ -67,7 +67,7 @@ def decoupled_diloco(
     `streaming_diloco` with the same aggregator.
 
     `delay` is below S, the largest number of steps between merges. An island sends after S -
-    `delay` steps, or after its last one if it takes fewer.
+    `delay` steps.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.

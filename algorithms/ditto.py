@@ -63,8 +63,8 @@ def ditto(
         cohort_size: number of clients in a round.
         num_clients: number of clients in the population.
         client_optimizer: any optax optimizer, for the shared model.
-        lam: lambda, at least 0. With 0 the v_i are trained alone; large values keep them near x,
-            for which the personal learning rate must stay below 2 / lambda.
+        lam: lambda, at least 0. With 0 the v_i are trained alone; the personal learning rate must
+            stay below 2 / lambda.
         personal_optimizer: any optax optimizer, for the personal models, anew each round. Default
             None: `client_optimizer`.
         server_optimizer: as in `fedavg`.

@@ -63,7 +63,7 @@ def eager_diloco(
 
     A round in which every island is absent moves the models too, and has the `"loss"` 0.
 
-    `state.params` is the mean of the islands' models, computed when it is read.
+    `state.params` is the mean of the islands' models.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.

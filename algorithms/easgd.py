@@ -53,7 +53,7 @@ def easgd(
         loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands, n.
         optimizer: any optax optimizer.
-        beta: n alpha, above 0 and at most 1. Default 0.9, as in the paper. It can be traced.
+        beta: n alpha, above 0 and at most 1. Default 0.9, as in the paper.
         aggregator: combines the islands' differences d_i. Default None: their mean.
 
     Returns:

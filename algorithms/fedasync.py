@@ -53,8 +53,7 @@ def fedasync(
         x_(t+1) = (1 - a) x_t + a y,    a = mixing (1 + s)^(-1/2)       update="model"
         x_(t+1) = x_t + a (y - x_(t - s))                               update="difference"
 
-    "model" is the paper's update; "difference" is `fedbuff` with `buffer_size=1` and steps of
-    `mixing`.
+    "model" is the paper's update; "difference" is that of `fedbuff`.
 
     A round is one arrival, scheduled by `fedpax.simulation.buffered_arrivals`.
 

@@ -39,13 +39,13 @@ def muloco(
         loss_fn: `(params, batch) -> (loss, metrics)`.
         islands: number of islands.
         learning_rate: of Muon, and of Adam for parameters that Muon does not update. A number, or a
-            schedule of the inner step. Default 0.02, as in the authors' code.
+            schedule of the inner step. Default 0.02.
         weight_dimension_numbers: which parameters are matrices, and which of their axes, as
             `optax.contrib.muon` takes them: a tree of `optax.contrib.MuonDimensionNumbers`, or None
             for a parameter that Adam updates. Default None: every parameter of two axes. Stacked
             layers and embeddings need it.
         outer_optimizer: any optax optimizer. Default None: SGD with Nesterov momentum, learning
-            rate 0.7 and momentum 0.6, as in the authors' code.
+            rate 0.7 and momentum 0.6.
         aggregator: as in `diloco`. Default None: the mean in float32.
 
     Returns:

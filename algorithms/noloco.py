@@ -67,7 +67,7 @@ def noloco(
 
     With an odd number of islands, one has no partner.
 
-    `state.params` is the mean of all islands, computed when it is read.
+    `state.params` is the mean of all islands.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
@@ -75,7 +75,7 @@ def noloco(
         inner_optimizer: any optax optimizer; the paper uses Adam.
         learning_rate: eta, the outer learning rate, at least 0. Default 0.7, as in the paper.
         momentum: beta, the outer momentum, from 0 to 1. Default 0.5, as in the paper.
-        pull: gamma, at least 0. Default None: `learning_rate`, as in the authors' code.
+        pull: gamma, at least 0. Default None: `learning_rate`.
         seed: seed of the random pairs.
 
     Returns:

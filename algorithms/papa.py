@@ -57,14 +57,14 @@ def papa(
 
         w_i <- alpha w_i + (1 - alpha) mean_j w_j.
 
-    A round is one averaging period; the paper's has 10 steps. The models differ by their data, and
-    by initial values put into `state.local_params`.
+    A round is one averaging period. The models differ by their data, and by initial values put into
+    `state.local_params`.
 
-    `state.params` is the population's average, computed when it is read.
+    `state.params` is the population's average.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`.
-        islands: number of models; the paper uses 5 to 10.
+        islands: number of models.
         optimizer: any optax optimizer.
         alpha: share of its weights that a model keeps, or a function of the round's index, from 0.
             Default 0.99. The paper decreases 1 - alpha in proportion to the learning rate: `lambda

@@ -152,10 +152,9 @@ def single_island_text() -> DataParallelText:
 def diloco_lora_text() -> DiLoCoText:
     """DiLoCo of adapters (LoRA) on 4 islands, synchronized every 10 steps. Needs weights.
 
-    Islands send adapters of rank 8 and not the model, which `--model.weights` names: a Hugging Face
-    folder, such as `fedpax export` writes from a run of `pretrain_text`. Outer gradients are
-    quantized to 16 levels with error feedback. In a run of 20 rounds, DiLoCo's outer momentum of
-    0.9 raises the loss of trained weights; 0.5 lowers it.
+    Islands send adapters of rank 8. `--model.weights` names a Hugging Face folder, such as `fedpax
+    export` writes. Outer gradients are quantized to 16 levels with error feedback. In a run of 20
+    rounds, DiLoCo's outer momentum of 0.9 raises the loss of trained weights; 0.5 lowers it.
     """
     return DiLoCoText(
         islands=4,

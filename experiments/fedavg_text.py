@@ -254,8 +254,8 @@ class FedAvgText(OverSites, ClientText):
 def fedavg_lora_text() -> FedAvgText:
     """FedAvg of adapters (LoRA) on Python's own sources, a module per client. Needs weights.
 
-    Clients receive and send adapters of rank 8 and not the model, which `--model.weights` names: a
-    Hugging Face folder, such as `fedpax export` writes from a run of `pretrain_text`.
+    Clients receive and send adapters of rank 8. `--model.weights` names a Hugging Face folder, such
+    as `fedpax export` writes.
     """
     return FedAvgText(
         model=presets.base_1m(),

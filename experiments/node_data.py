@@ -25,8 +25,7 @@ def experiment_data(
 ) -> CohortRounds | Callable[[int], Cohort]:
     """Return the data of a participant of an experiment, for `fedpax.deploy.nodes.node.LoadData`.
 
-    Participant k has client k of the data of `folder`. If the node's settings name `files`, all
-    their training examples belong to this participant: `--node-config 'files="/data/*.csv"'`.
+    If the node's settings name `files`, all their training examples belong to this participant.
     """
     if experiment is None:
         experiment = _saved_experiment(str(folder))

@@ -79,8 +79,7 @@ def streaming_diloco_text() -> StreamingDiLoCoText:
 def streaming_diloco_c4_1b() -> StreamingDiLoCoText:
     """Streaming DiLoCo of the 1B model on C4: diloco_c4_1b in 5 fragments of 4 bits, delay 5.
 
-    The 13 layers are dealt to four fragments, the fifth holds the embeddings. A fragment is sent
-    every 20 steps.
+    The fifth fragment holds the embeddings. A fragment is sent every 20 steps.
     """
     return _stream(diloco_c4_1b(), StreamingConfig(fragments=5, delay=5))
 

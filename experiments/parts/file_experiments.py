@@ -51,8 +51,8 @@ class _Clients(NamedTuple):
 class OwnExamples:
     """All clients in parts of similar sizes: a small client is not padded to the largest.
 
-    Round 0 of `rounds` is read. The `model`s of a part are in memory together. A part has a
-    multiple of `multiple` clients, absent ones included.
+    The `model`s of a part are in memory together. A part has a multiple of `multiple` clients,
+    absent ones included.
     """
 
     def __init__(

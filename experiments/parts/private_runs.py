@@ -93,10 +93,7 @@ def check_noise_is_kept(former: AggregatorConfig, new: AggregatorConfig) -> None
 
 
 def describe_privacy(experiment: PrivateRun, *, in_stages: bool = False) -> tuple[str, ...]:
-    """Return lines that state epsilon and what has no noise; none if the run is not private.
-
-    If the run is divided into stages, the noise is the server's, or each participant's own.
-    """
+    """Return lines that state epsilon and what has no noise; none if the run is not private."""
     accountant = configured_accountant(experiment.aggregator)
     if accountant is None:
         has_no_noise = getattr(experiment.aggregator, "noise_multiplier", None) == 0

@@ -102,7 +102,7 @@ def adaptive_clip(
     is the private mean with this clipping.
 
     Args:
-        initial_norm: C of the first round, above 0. The paper uses 0.1.
+        initial_norm: C of the first round, above 0.
         quantile: gamma, between 0 and 1.
         learning_rate: eta, at least 0.
         count_stddev: standard deviation of the noise of the count. Default 0: an exact count.

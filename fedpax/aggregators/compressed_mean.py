@@ -52,8 +52,8 @@ def compressed_mean(
     current mean residual alone. A participant of weight 0 is absent, and keeps its residual.
 
     The exchange in which a device receives the fewest bits is compiled: see
-    `codecs.choose_exchange`.
-    All exchanges give the same mean, up to rounding in its last bits. The derivative is zero.
+    `codecs.choose_exchange`. All exchanges give the same mean, up to rounding in its last bits. The
+    derivative is zero.
 
     With `mean_codec`, mean = decode(encode(sum_i q_i / n)): the rounding of the mean is lost, with
     error feedback too.

@@ -34,11 +34,8 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
     With less than half of the total weight wrong, the first point is within twice the largest norm
     of the other updates.
 
-    Each iteration is an all-reduce.
-
     Args:
-        num_iterations: number of iterations after the first point, at least 1. Default 8; the
-            paper, which starts at the weighted mean, finds 3 sufficient.
+        num_iterations: number of iterations after the first point, at least 1. Default 8.
         smoothing: nu, above 0, in the units of the update's norm.
 
     Returns:

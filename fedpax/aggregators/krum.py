@@ -136,8 +136,6 @@ def bulyan(num_byzantine: int) -> Aggregator:
 
     The bound is `m >= 4 f + 3`; with fewer, the result is 0.
 
-    It needs the memory of `krum`.
-
     Args:
         num_byzantine: f, number of participants that may send wrong updates.
 
@@ -160,8 +158,7 @@ def bulyan(num_byzantine: int) -> Aggregator:
         3.0
 
     Reference:
-        El Mhamdi et al., arXiv:1802.07927, section 4. Where fewer than `2 f + 3` updates are left,
-        the number of neighbours is at least 1.
+        El Mhamdi et al., arXiv:1802.07927, section 4.
     """
     num_byzantine = check_argument(
         "bulyan", "num_byzantine", num_byzantine, COUNT_OR_ZERO, remedy=BYZANTINE_REMEDY

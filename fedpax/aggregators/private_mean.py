@@ -79,7 +79,7 @@ def private_mean(
             first round, such as the statistics of a table.
         expected_participants: m. Default None: the placement's size, for cohorts of fixed size.
             With Poisson sampling from a population of N, pass `sampling_probability * N`.
-        quantile: gamma, between 0 and 1. Default None: keep C. The paper uses 0.5.
+        quantile: gamma, between 0 and 1. Default None: keep C.
         learning_rate: eta, at least 0.
         count_stddev: s, above `noise_multiplier / 2`. Default None: m / 20, as in the paper.
 

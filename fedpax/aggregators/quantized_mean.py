@@ -83,11 +83,8 @@ def quantized_mean(num_levels: int) -> Aggregator:
         [[1.0, 1.0, 0.0], [-1.0, 0.0, -1.0]]
 
     Reference:
-        Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014, section 3 (error
-        feedback).
-        Mishchenko et al., IntSGD, arXiv:2102.08374, algorithm 1 (one step size for all, sums of
-        integers).
-        Max, Quantizing for Minimum Distortion, IRE Transactions on Information Theory, 1960.
+        Seide et al., Interspeech 2014, section 3 (error feedback). Mishchenko et al., IntSGD,
+        arXiv:2102.08374, algorithm 1. Max, IRE Transactions on Information Theory, 1960.
     """
     remedy = "Use 2 to send signs, and compressed_mean(codecs.float32()) for exact values."
     num_levels = check_argument("quantized_mean", "num_levels", num_levels, LEVELS, remedy=remedy)

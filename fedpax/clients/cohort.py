@@ -322,10 +322,7 @@ class CohortStream(Protocol):
 
 @runtime_checkable
 class IslandStream(CohortStream, Protocol):
-    """A stream of cohorts that can read the rows of one island alone.
-
-    Otherwise an island of `fedpax join` reads the rows of all islands.
-    """
+    """A stream of cohorts that can read the rows of one island alone."""
 
     def keep_island(self, island: int) -> None:
         """Read only the rows of one island from now on; other rows cannot be indexed then."""

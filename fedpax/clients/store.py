@@ -1,9 +1,4 @@
-"""Client store: one state per client of the population, sharded over the mesh.
-
-If a program's map alone reads the states and the store alone takes its results, the loop over the
-cohort reads and writes the rows. Otherwise the cohort's states go once around the ring of devices,
-in blocks.
-"""
+"""Client store: one state per client of the population, sharded over the mesh."""
 
 import dataclasses
 import functools

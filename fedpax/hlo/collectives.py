@@ -1,7 +1,4 @@
-"""The collectives of a compiled program: their kinds, mesh axes, bytes and executions.
-
-They are not in the jaxpr: the compiler adds, merges, splits and moves them.
-"""
+"""The collectives of a compiled program: their kinds, mesh axes, bytes and executions."""
 
 from __future__ import annotations
 

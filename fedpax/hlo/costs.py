@@ -1,7 +1,4 @@
-"""FLOPs and memory traffic of a compiled program, counted from its text.
-
-The body of a loop counts as often as it runs; `cost_analysis` of JAX counts it once.
-"""
+"""FLOPs and memory traffic of a compiled program, counted from its text."""
 
 from __future__ import annotations
 

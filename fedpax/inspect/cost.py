@@ -52,10 +52,7 @@ CUMULATIVE = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Floating-point operations, and whether all loops were counted.
-
-    `is_exact` is False if a loop of a length that is known only at run time counts once.
-    """
+    """Floating-point operations, and whether all loops were counted."""
 
     number: float = 0
     is_exact: bool = True

@@ -1,8 +1,4 @@
-"""Islands of DiLoCo with their own runtimes, which a syncer merges.
-
-- `syncer`: the process that holds the outer model (`run_syncer`).
-- `island`: the processes that train (`join`).
-"""
+"""Islands of DiLoCo with their own runtimes, which a syncer merges."""
 
 from fedpax.lazy_names import lazy_names
 

@@ -1,7 +1,4 @@
-"""Models in flax.nnx as pure functions of their parameters, and their losses.
-
-`transformer`, `mlp`, `cnn` and `resnet` make a `FunctionalModel` from a configuration.
-"""
+"""Models in flax.nnx as pure functions of their parameters, and their losses."""
 
 from fedpax.lazy_names import public_names as _public_names
 from fedpax.models.classifiers import CNNConfig as CNNConfig

@@ -58,7 +58,7 @@ class CNNConfig:
 
     Attributes:
         image_height: height of an image in pixels, at least 6.
-        image_width: width of an image in pixels, at least 6.
+        image_width: likewise.
         num_channels: channels of an image, 1 for gray and 3 for RGB.
         filters: output channels of the first and of the second convolution.
         hidden_dim: features of the hidden dense layer.

@@ -36,8 +36,6 @@ def generate(
 ) -> Int[Array, "batch num_tokens"]:
     """Continue prompts, token by token, in one compiled program.
 
-    New tokens attend to the key-value cache.
-
     Args:
         params: the transformer's parameters.
         config: the transformer's configuration.

@@ -13,7 +13,7 @@ The model's parameters stay, and every adapted weight W gets an adapter, so that
 Under `jax.jit`, pass `params` as an argument, so that arrays do not become constants.
 
 Reference:
-    Hu et al., "LoRA" (arXiv:2106.09685), section 4.1.
+    Hu et al., arXiv:2106.09685, section 4.1.
 """
 
 from __future__ import annotations

@@ -69,10 +69,7 @@ def pax_c4_1b() -> TransformerConfig:
 
 
 def pax_c4_16b() -> TransformerConfig:
-    """Return the sizes of Pax's experiment C4Spmd16BAdam32Replicas: 16.5 billion parameters.
-
-    It resembles Pax and differs from it as `pax_c4_1b` does.
-    """
+    """Return the sizes of Pax's experiment C4Spmd16BAdam32Replicas: 16.5 billion parameters."""
     return _pax(num_layers=36, embed_dim=6144, num_heads=48)
 
 

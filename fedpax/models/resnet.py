@@ -37,7 +37,7 @@ class ResNetConfig:
 
     Reference:
         He et al., arXiv:1603.05027 (the order of normalization and convolution); Reddi et al.,
-        arXiv:2003.00295, appendix (with the strides and groups of the authors' code).
+        arXiv:2003.00295, appendix.
 
     Example:
         >>> ResNetConfig().num_params()

@@ -55,8 +55,7 @@ class TransformerConfig:
         ValueError: the sizes do not fit together, or an option does not exist.
 
     Reference:
-        Vaswani et al., "Attention Is All You Need" (arXiv:1706.03762), section 3.4, for
-        `scale_embeddings`.
+        Vaswani et al., arXiv:1706.03762, section 3.4, for `scale_embeddings`.
 
     Example:
         >>> TransformerConfig(
@@ -168,8 +167,7 @@ class TransformerConfig:
         Args:
             seq_len: tokens in a sequence.
             causal: False, the convention of published figures, counts all `seq_len` keys for each
-                token, or `sliding_window` keys if that is less. True counts only the keys at and
-                before a token, within the sliding window.
+                token, or `sliding_window`. True counts only those at and before a token.
 
         Example:
             >>> config = TransformerConfig(vocab_size=256, num_layers=4, embed_dim=192, num_heads=3)

@@ -1,4 +1,1 @@
-"""Operations of layers on arrays, with their own gradients: attention, matmuls, a loss.
-
-Users call `fedpax.models`.
-"""
+"""Operations of layers on arrays, with their own gradients: attention, matmuls, a loss."""

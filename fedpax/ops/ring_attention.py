@@ -79,8 +79,8 @@ def ring_attention(
         True
 
     Reference:
-        Liu, Zaharia and Abbeel, "Ring Attention" (arXiv:2310.01889), section 3; Brandon et al.,
-        "Striped Attention" (arXiv:2311.09431), section 3, for the imbalance.
+        Liu, Zaharia and Abbeel, arXiv:2310.01889, section 3; Brandon et al., arXiv:2311.09431,
+        section 3, for the imbalance.
     """
     seq_len, heads, groups = query.shape[1], query.shape[2], key.shape[2]
     if heads % groups:

@@ -61,7 +61,7 @@ def make_mesh(
     - The axes have the order of the arguments. One size can be -1: all remaining devices.
     - The mesh uses all devices.
     - On several TPU slices, the axis that communicates least runs between slices and every other
-      axis stays within one; likewise on processes without TPUs, if the sizes allow it.
+      axis stays within one.
 
     Args:
         devices: the devices to use. Default None: those of `default_devices`, or `jax.devices()`.

@@ -1,8 +1,4 @@
-"""Pipeline parallelism: layers sharded over the mesh axis `stage`, a batch in microbatches.
-
-In a tick, every stage applies one block of its layers to a microbatch and sends it on. Stage s has
-blocks s, s + num_stages, ...; `num_repeats` of them, or one of consecutive layers (GPipe).
-"""
+"""Pipeline parallelism: layers sharded over the mesh axis `stage`, a batch in microbatches."""
 
 from __future__ import annotations
 
@@ -135,8 +131,8 @@ def run_pipeline(
         (True, ['norm'])
 
     Reference:
-        Huang et al., "GPipe" (arXiv:1811.06965), section 2; Narayanan et al. (arXiv:2104.04473),
-        section 2.2, for interleaved stages.
+        Huang et al., GPipe, arXiv:1811.06965, section 2; Narayanan et al., arXiv:2104.04473,
+        section 2.2.
     """
     num_layers = _check_stacked(stacked_params, num_repeats)
     _check_side_inputs(side_inputs, x.shape[0])

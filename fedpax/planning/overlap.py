@@ -1,7 +1,4 @@
-"""Transfers between slices: the local steps that hide them, and the time that stays exposed.
-
-Across sites, a layer's gradient can be sent when its backward pass of the last step has ended.
-"""
+"""Transfers between slices: the local steps that hide them, and the time that stays exposed."""
 
 from __future__ import annotations
 

@@ -63,8 +63,7 @@ class ClientSampler:
         True
 
     Reference:
-        Efraimidis, Spirakis. Weighted Random Sampling with a Reservoir. Information Processing
-        Letters 97(5), 2006, for weights.
+        Efraimidis, Spirakis, Information Processing Letters 97(5), 2006, for weights.
     """
 
     repeats: ClassVar[bool] = False

@@ -239,8 +239,7 @@ def leaf_clients(
         (60, 30, True)
 
     Reference:
-        Caldas et al., LEAF, arXiv:1812.01097, appendix; built here: the form of the
-        authors' code,
+        Caldas et al., LEAF, arXiv:1812.01097, appendix, in the form of the authors' code,
         TalwalkarLab/leaf.
     """
     check_logistic_sizes(num_clients, num_features, num_classes)

@@ -1,7 +1,4 @@
-"""Rows of clients: a loop over a cohort reads and writes them in the store of all clients.
-
-The states of a chunk go around the ring of devices only as far as the chunk's rows move.
-"""
+"""Rows of clients: a loop over a cohort reads and writes them in the store of all clients."""
 
 import math
 from collections.abc import Sequence

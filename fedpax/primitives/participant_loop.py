@@ -113,10 +113,7 @@ def run_participants(
 
 
 def _different_totals(jaxpr: Jaxpr, monoids: Sequence[Monoid]) -> tuple[list[int], list[int]]:
-    """Return the totals that differ, and for each total its place among these.
-
-    The weighted means of all leaves share the sum of their weights.
-    """
+    """Return the totals that differ, and for each total its place among these."""
     converted = {e.outvars[0]: e for e in jaxpr.eqns if e.primitive.name == "convert_element_type"}
 
     def term(v: Any) -> Any:

@@ -22,11 +22,7 @@ from fedpax.transforms.marks import SENT
 
 
 class CodedStage:
-    """A stage whose terms are decoded by the server.
-
-    The participant (`head`) ends with encoded words and other `values`; the server decodes
-    (`tail`).
-    """
+    """A stage whose terms are decoded by the server."""
 
     def __init__(
         self, stage: ClientStage, head: ClosedJaxpr, tail: ClosedJaxpr, values: tuple[Value, ...]

@@ -60,10 +60,7 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Program(Protocol[Arguments, Result]):
-    """A function with declared placements, as `fedpax.program` returns it.
-
-    To a type checker, it has the arguments and the result of the decorated function.
-    """
+    """A function with declared placements, as `fedpax.program` returns it."""
 
     __name__: str
 

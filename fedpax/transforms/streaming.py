@@ -1,7 +1,4 @@
-"""The streaming pass: one loop per phase over chunks of participants accumulates the reductions.
-
-Mapped and broadcast values need not exist at once. Each kind of reduction has one all-reduce.
-"""
+"""The streaming pass: one loop per phase over chunks of participants accumulates the reductions."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -17,8 +17,7 @@ class Exchange(NamedTuple):
         parts: for each leaf, the number of parts that an all-to-all divides its words into, one for
             each device; 1 where all words are all-gathered. None if no words are sent: the decoded
             updates are all-reduced in float32.
-        bits: bits that a device receives for one mean, with scales and the padding of blocks,
-            without the padding of a TPU's tiles.
+        bits: bits that a device receives for one mean, with scales and the padding of blocks.
     """
 
     parts: tuple[int, ...] | None

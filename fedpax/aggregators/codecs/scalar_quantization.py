@@ -96,8 +96,7 @@ def terngrad(*, clip: float | None = None, block_size: int = BLOCK_SIZE) -> Code
     Args:
         clip: entries are clipped to this many standard deviations of their block first. Default
             None: no clipping. The paper uses 2.5.
-        block_size: largest number of entries of a block. Default 1024. The paper uses one block per
-            layer.
+        block_size: largest number of entries of a block. Default 1024.
 
     Returns:
         The codec. It is not contractive, so it cannot be used with error feedback.
@@ -162,7 +161,7 @@ def e3m0(*, block_size: int = BLOCK_SIZE) -> Codec:
         block_size: largest number of entries of a block. Default 1024.
 
     Returns:
-        The codec. It is contractive; the paper uses it without error feedback.
+        The codec. It is contractive.
 
     Raises:
         TypeError: `block_size` is not an int.

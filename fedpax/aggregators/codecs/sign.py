@@ -108,7 +108,7 @@ def drive(*, unbiased: bool = True, block_size: int = BLOCK_SIZE) -> Codec:
     Args:
         unbiased: which scale to send. Default True: the unbiased one, for many participants. With
             error feedback, use False.
-        block_size: largest number of entries of a block. Default 1024. The paper uses one block.
+        block_size: largest number of entries of a block. Default 1024.
 
     Returns:
         The codec. It is contractive if `unbiased` is False.

@@ -1,7 +1,4 @@
-"""Shard: one part of a data set's documents, read as an endless sequence of packed rows.
-
-The position is three integers: a restore reads the current window again.
-"""
+"""Shard: one part of a data set's documents, read as an endless sequence of packed rows."""
 
 from typing import NamedTuple
 

@@ -106,8 +106,8 @@ def example_rounds(
 ) -> ExampleRounds:
     """Make an endless stream of rounds of labeled images in which every client takes part.
 
-    The examples are kept in memory. All batches are full: a client with fewer examples than a round
-    needs starts its next epoch, in a new order, within the round.
+    All batches are full: a client with fewer examples than a round needs starts its next epoch, in
+    a new order, within the round.
 
     Args:
         source: labeled images: a source from `load`, a list of dicts, a dict of columns, or a data

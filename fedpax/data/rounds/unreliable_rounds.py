@@ -178,8 +178,7 @@ def unreliable_rounds(
         ([-1, 0, 1, 2], 3.0)
 
     Reference:
-        Bonawitz et al., arXiv:1902.01046, sections 2.2 and 9 (over-selection by 30%, 6% to 10% of
-        devices drop out).
+        Bonawitz et al., arXiv:1902.01046, sections 2.2 and 9.
     """
     if not isinstance(rounds, CohortRounds):
         raise ArgumentTypeError(

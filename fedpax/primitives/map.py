@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, overload
 
 import jax
 
-from fedpax.errors import ArgumentTypeError
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives._jax import Primitive, evaluate, name_results, trace
 from fedpax.primitives.broadcast import broadcast_closure
 from fedpax.primitives.call_rules import define_call
@@ -117,7 +118,7 @@ def federated_map(
     out_names: list[list[str]] = []
 
     def on_participant(*args: ArrayTree) -> list[jax.Array]:
-        with enter_participant(target.name):
+        with enter_participant(target.name), _explain_axes(function_name(fn)):
             out = fn(*args)
         outputs, out_tree = jax.tree.flatten_with_path(out)
         out_trees.append(out_tree)
@@ -143,6 +144,22 @@ def federated_map(
         chunk_size=active.chunk_size if chunk_size is None else chunk_size,
     )
     return jax.tree.unflatten(out_trees[0], outputs)
+
+
+@contextlib.contextmanager
+def _explain_axes(name: str) -> Iterator[None]:
+    """Name the remedy for a collective over participants; JAX names another one."""
+    try:
+        yield
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        axis = str(error).partition(". ")[0]
+        raise ArgumentError(
+            f"federated_map(): {name}() has a collective, as of BatchNorm(axis_name=...): {axis}. "
+            "Expected values of one participant alone. Leave axis_name out, or return the value, "
+            "and reduce it by federated_mean behind the map."
+        ) from error
 
 
 def _implementation(*args, jaxpr, placement, chunk_size):

@@ -356,3 +356,13 @@ def test_participants_compute_the_weights():
         lambda x, n: federated_mean(*federated_map(lambda x, n: (x.sum(), n**2), x, n))
     )
     assert_close(program(x, n), np.average(x.sum(1), weights=n**2))
+
+
+@pytest.mark.parametrize("axis", ["clients", "batch"])
+def test_a_collective_between_participants_names_its_remedy(axis: str) -> None:
+    @fedpax.program(clients=2)
+    def centered(x):
+        return fedpax.federated_map(lambda x: x - jax.lax.pmean(x, axis), x)
+
+    with pytest.raises(ValueError, match=rf"axis name: {axis}\..*federated_mean behind the map"):
+        centered(jnp.ones(2))

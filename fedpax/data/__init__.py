@@ -8,7 +8,8 @@
   and `leaf_clients` generate clients, and `ClientSampler` samples the clients of each round.
 - Rounds: `cohort_rounds`, `example_rounds` (labeled images) and `token_rounds` (text, also from a
   `Mixture`) are endless streams that yield one `fedpax.Cohort` per round, and that resume at a
-  saved position. `FunctionRounds` makes a stream from a function of the round's number.
+  saved position. `FunctionRounds` makes a stream from a function of the round's number,
+  and `ScheduledRounds` changes each cohort by such a function.
   `unreliable_rounds` adds clients that drop out and rounds with a deadline.
 - Evaluation: `read_examples` and `example_batches` (labeled images) and `heldout_token_batches`
   (text) return finite data.
@@ -29,6 +30,7 @@ from fedpax.data.rounds.heldout_tokens import heldout_token_batches as heldout_t
 from fedpax.data.rounds.labeled_examples import example_batches as example_batches
 from fedpax.data.rounds.labeled_examples import read_examples as read_examples
 from fedpax.data.rounds.mixture import Mixture as Mixture
+from fedpax.data.rounds.scheduled_rounds import ScheduledRounds as ScheduledRounds
 from fedpax.data.rounds.stream_parts import FunctionRounds as FunctionRounds
 from fedpax.data.rounds.stream_parts import LazyStream as LazyStream
 from fedpax.data.rounds.stream_parts import LocalRows as LocalRows

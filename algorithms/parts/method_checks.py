@@ -30,10 +30,9 @@ def check_optimizer(method: str, name: str, value: Any, *, optional: bool = Fals
     if all(callable(getattr(value, part, None)) for part in ("init", "update")):
         if getattr(value.init, "__qualname__", "").startswith("lookahead."):
             raise ArgumentError(
-                f"{method}(): {name} is optax.lookahead, which needs a pair of fast and slow "
-                "parameters, expected an optimizer of the parameters alone. Pass lookahead's "
-                "fast_optimizer; server_optimizer or outer_optimizer=optax.sgd(slow_step_size) "
-                "makes a round its slow step."
+                f"{method}(): {name} is optax.lookahead, which needs a pair of parameters, fast "
+                "and slow, expected an optimizer of one. Pass its fast_optimizer; a "
+                "server_optimizer or outer_optimizer optax.sgd(slow_step_size) takes slow steps."
             )
         return
     remedy = "Call it, for" if callable(value) else "Pass for"
@@ -45,16 +44,16 @@ def check_optimizer(method: str, name: str, value: Any, *, optional: bool = Fals
 
 @contextlib.contextmanager
 def explain_needs() -> Iterator[None]:
-    """Explain optax's error for an optimizer that needs the loss, where there is none to pass."""
+    """Name the remedy for an optimizer of optax that needs the loss."""
     try:
         yield
     except TypeError as error:
         if not re.search(r"missing .* required keyword-only argument", str(error)):
             raise
         raise ArgumentTypeError(
-            f"An optimizer of optax needs more than gradients: {error}. Only local steps along the "
-            "gradient of loss_fn alone, as of fedavg, diloco and local_sgd, pass value (the loss), "
-            "grad and value_fn. Pass another optimizer, such as optax.adam(1e-3), or use fedavg."
+            f"An optimizer needs the loss: {error}. Only local steps along the gradient of loss_fn "
+            "alone, as of fedavg, diloco and local_sgd, pass value, grad and value_fn. Pass "
+            "another optimizer, such as optax.adam(1e-3), or use fedavg."
         ) from error
 
 

@@ -16,8 +16,8 @@ from fedpax.errors import ArgumentError
 
 def _bind_nothing(params: Params) -> Any:
     raise ArgumentError(
-        "bind(params) returns a module, but this FunctionalModel was made of functions, without "
-        "one. Call apply(params, ...), or pass FunctionalModel(init, apply, bind=...)."
+        "bind(params) returns a module, but this FunctionalModel has functions, without one. Call "
+        "apply(params, ...)."
     )
 
 
@@ -31,7 +31,7 @@ class FunctionalModel(NamedTuple):
         logical_axes: a tuple of axis names for each parameter, as
             `fedpax.parallel.axes.shardings` takes them. Default None: replicated.
         bind: `bind(params)` returns the module with these parameters, for its other methods.
-            Default: raise a ValueError, as functions have no module.
+            Default: raise a ValueError.
 
     Example:
         >>> linear = FunctionalModel(

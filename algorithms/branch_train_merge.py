@@ -51,7 +51,7 @@ def branch_train_merge(
     3. Merge: `merge(state.expert_params, weights)` is one model, `sum_j w_j theta_j`. Or use the
        experts as an ensemble, by `ensemble_log_likelihood`.
 
-    A round communicates only the metrics. The paper's gains need experts of different domains.
+    A round communicates only the metrics.
 
     `state.params` is the merge with equal weights.
 

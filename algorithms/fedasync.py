@@ -65,7 +65,7 @@ def fedasync(
         client_optimizer: any optax optimizer; it starts anew at each client.
         mixing: alpha, the share of a client's model without staleness, from 0 to 1.
         staleness_fn: the factor of `mixing` by staleness. Default None:
-            `polynomial_staleness(0.5)`; the paper has `hinge_staleness` too.
+            `polynomial_staleness(0.5)`.
         proximal: rho; `rho / 2 |w - x_(t - s)|^2` is added to the client's loss.
         update: "model", the default, or "difference".
 

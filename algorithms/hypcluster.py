@@ -71,7 +71,7 @@ def hypcluster(
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. The leaves of `params` are
         `[num_clusters, ...]`: start from different models, because equal ones stay equal. A round
-        computes q forward passes per batch more than `fedavg`, and reduces q models.
+        has q more forward passes per batch, and reduces q models.
 
     Raises:
         ValueError: `num_clusters` below 1; in `init`, a leaf without an axis of `num_clusters` in

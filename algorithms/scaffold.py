@@ -92,8 +92,7 @@ def scaffold(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. All controls start at 0. A round
-        needs `cohort.client_ids`. The paper averages uniformly; `cohort.num_examples` weighs the
-        y_i alone.
+        needs `cohort.client_ids`. `cohort.num_examples` weighs the y_i alone.
 
     Raises:
         ValueError: `option` is neither "I" nor "II"; `num_clients` below `cohort_size`; in a round,

@@ -96,8 +96,7 @@ def streaming_diloco(
         delay: tau, number of inner steps between the start of a transfer and its use, at least 0
             and below H / P. With 0 nothing overlaps. With `mixing=0.0`, an island's last tau steps
             on the fragment are lost.
-        mixing: alpha, share of an island's own fragment that it keeps, at least 0 and below 1. The
-            paper uses 0 and 0.5.
+        mixing: alpha, share of an island's own fragment that it keeps, at least 0 and below 1.
         aggregator: combines the islands' outer gradients x_p - y_ip into Delta_p, with a state for
             each fragment; its `epsilon` counts a release for each. Default None: their mean in
             float32.

@@ -160,8 +160,7 @@ def directional_mean(
         (sum_i w_i |u_i| / W) * phi(sum_i w_i phi(u_i) / W).
 
     The plain mean of nearly orthogonal updates of M islands is sqrt(M) times shorter than each;
-    this mean keeps their length. It is one reduction, of the bytes of a plain mean and two norms
-    per tensor.
+    this mean keeps their length.
 
     Args:
         plain: whether a parameter, by its path such as `"layers/attention/key"`, is plainly

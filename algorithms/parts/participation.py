@@ -223,7 +223,8 @@ def rematerialized_map(
     fn: Callable[..., chex.ArrayTree], *args: chex.ArrayTree, chunk_size: ChunkSize
 ) -> chex.ArrayTree:
     """Run a function on every client; in chunks, derivatives recompute it. Inside a program."""
-    # Memory must not grow with the number of clients, but a derivative of `federated_map` stores
-    # the residuals of every client if a reduction separates the forward pass from the backward
-    # pass. A gradient that needs no reduction would pay for a second forward pass.
+    # Under `jax.checkpoint`, memory does not grow with the number of clients: a derivative of
+    # `federated_map` stores the residuals of every client if a reduction separates the forward pass
+    # from the backward pass. `federated_map` does not do this itself: a gradient that needs no
+    # reduction would pay for a second forward pass.
     return federated_map(fn if chunk_size is None else jax.checkpoint(fn), *args)

@@ -108,7 +108,7 @@ def transformer_loss(
 
     Args:
         config: the transformer's configuration.
-        z_loss_weight: weight of the mean of log(sum(exp(logits)))^2. PaLM uses 1e-4.
+        z_loss_weight: weight of the mean of log(sum(exp(logits)))^2.
         load_balance_weight: weight of the load-balancing loss, averaged over layers; see
             `fedpax.models.mixture_of_experts.routing_losses`.
         router_z_weight: weight of the mean of log(sum(exp(router logits)))^2, averaged over layers.

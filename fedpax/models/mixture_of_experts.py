@@ -28,8 +28,8 @@ class MixtureOfExperts(nnx.Module):
     # Tokens are sorted by expert, and one grouped matmul multiplies each expert with its own
     # tokens. There is no capacity: one expert may get all tokens. The axis `expert` shards the
     # experts and the batch: a device all-gathers the tokens of the other devices along it, and the
-    # outputs are reduce-scattered. An all-to-all of the chosen tokens would move less if D > k:
-    # this axis should be small. Mixtral (arXiv:2401.04088), section 2.1; MegaBlocks
+    # outputs are reduce-scattered. An all-to-all of the chosen tokens would move less on an axis of
+    # more than k devices: it should be small. Mixtral (arXiv:2401.04088), section 2.1; MegaBlocks
     # (arXiv:2211.15841).
 
     def __init__(

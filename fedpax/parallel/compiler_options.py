@@ -13,7 +13,7 @@ def overlap_options(mesh: Mesh) -> dict[str, str]:
     """Return the compiler options with which transfers between slices overlap with local steps.
 
     On several slices of v5e, the TPU compiler can complete an all-gather between slices before the
-    local steps that should hide it. The option forbids this. Other devices need no options.
+    local steps that should hide it. The option forbids this.
 
     Args:
         mesh: the mesh that the program runs on.

@@ -139,10 +139,8 @@ class DirichletClients(ComputedPartition):
 # ---- the first normal variates of many random number generators at once
 # Making a million of `RandomState(Philox(key=[seed, k]))` takes 10 seconds, this under one.
 #
-# Reference:
-#     Salmon, Moraes, Dror, Shaw. Parallel Random Numbers: As Easy as 1, 2, 3. SC 2011, for Philox;
-#     Marsaglia, Bray. A Convenient Method for Generating Normal Variables. SIAM Review 6, 1964, for
-#     the polar method of RandomState.
+# Salmon et al., SC 2011, for Philox; Marsaglia, Bray, SIAM Review 6, 1964, for the polar method of
+# RandomState.
 
 _MULTIPLIERS = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
 _INCREMENTS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)

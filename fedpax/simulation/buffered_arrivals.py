@@ -26,7 +26,7 @@ class BufferedArrivals(NamedTuple):
         seconds: float64 `[rounds, buffer]`, when the update arrives. The server updates its model
             at `seconds[:, -1]`.
         num_failed: number of clients that failed before their update arrived.
-        num_discarded: number of updates above `max_staleness`, which the server does not use.
+        num_discarded: number of updates above `max_staleness`.
     """
 
     client_ids: Int32[np.ndarray, "rounds buffer"]

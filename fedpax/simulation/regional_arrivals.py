@@ -21,8 +21,6 @@ _ARRIVES, _RETURNS, _APPLIES, _MERGES = range(4)
 class RegionalArrivals(NamedTuple):
     """Events of islands and regions, in rounds in which an island arrives at most once.
 
-    A region sends, reaches the global server and merges at most once per round, too.
-
     Attributes:
         position: int32 `[rounds, islands]`, as of `IslandArrivals`.
         num_steps: int32 `[rounds, islands]`, as of `IslandArrivals`.

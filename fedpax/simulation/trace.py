@@ -21,8 +21,6 @@ from fedpax.simulation.distributions import Distribution, constant
 class Trace:
     """Speeds of the participants of a population, and the times at which each is down.
 
-    Made by `draw_trace` or `load_trace`, or from arrays.
-
     Attributes:
         seconds_per_step: float64 `[participants]`, above 0: seconds of one local step.
         seconds_to_receive: float64 `[participants]`: seconds until a participant has the model.

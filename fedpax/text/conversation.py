@@ -28,8 +28,7 @@ class _Piece(NamedTuple):
 class Conversation:
     """The fields of an example with a prompt and its answer, or with a list of chat messages.
 
-    It takes the place of the field's name in `token_rounds` and `heldout_token_batches`. The loss
-    is on answers alone.
+    The `field` of `token_rounds` and `heldout_token_batches`; the loss is on answers alone.
 
     With a chat template, the document is the text that the template writes. Targets are what
     follows the template's generation prompt, up to the token that ends the turn. A message that

@@ -315,11 +315,10 @@ def stages(
     - shared: values of the server, the same for all.
     - rows: its row of a value that the server has for all participants, such as a random key.
     - own: arguments that only participants read, row by row: data, and states between rounds, also
-      in a client store. They stay at the participant.
+      in a client store.
     - known: arguments of which each participant has a copy, such as the frozen model below
-      adapters. No message carries them.
-    - noise: random numbers that it alone knows, drawn at each call for `private_secure_mean`. The
-      noise of `private_mean` is the server's.
+      adapters.
+    - noise: random numbers that it alone knows, drawn at each call for `private_secure_mean`.
     - kept: its new state, a result that replaces the own argument at the same position, of the same
       structure and types: `(state, cohort) -> (state, metrics)`.
 

@@ -53,7 +53,7 @@ def wire_bits(codec: Codec, updates: chex.ArrayTree) -> int:
 
     Args:
         codec: the codec.
-        updates: one participant's update, or the parameters; their types are enough.
+        updates: one participant's update, or its types.
 
     Returns:
         The number of bits, scales and padding included.

@@ -45,13 +45,13 @@ def choose_exchange(
 
     Args:
         codec: how one participant's update is encoded.
-        updates: one participant's update, or the parameters; their types are enough.
+        updates: one participant's update, or its types.
         participants: n, number of participants.
         devices: d, number of devices along the participants' mesh axis.
         mean_codec: how the mean is encoded. Default None: in float32.
 
     Returns:
-        The exchange. On one device nothing is sent: an all-reduce of 0 bits.
+        The exchange. On one device it has 0 bits.
 
     Example:
         >>> from fedpax.aggregators import codecs

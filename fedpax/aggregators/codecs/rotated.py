@@ -17,9 +17,9 @@ def rotated(codec: Codec) -> Codec:
 
         z = H D x / sqrt(d);   decode = D H codec.decode(codec.encode(z)) / sqrt(d).
 
-    The range of z is small, about ||x|| sqrt(log(d) / d), and with it the error of a uniform
-    quantizer. The rotation keeps an inner codec unbiased or contractive. A block is padded with
-    zeros to a power of two. D is new for each parameter, participant and round.
+    The range of z is about ||x|| sqrt(log(d) / d): a uniform quantizer has a small error. The
+    rotation keeps an inner codec unbiased or contractive. A block is padded with zeros to a power
+    of two. D is new for each parameter, participant and round.
 
     Args:
         codec: the codec of the rotated blocks, such as `uniform(bits)`.

@@ -50,7 +50,7 @@ class UnreliableRounds:
 
     Attributes:
         outcome: the outcome of the last round; None before the first one.
-        shapes: as of `CohortRounds`, and so are the next three.
+        shapes: as of `CohortRounds`.
         items_per_round: the number of items of a round.
         item_unit: the unit of an item.
         num_clients: the number of clients of the population.

@@ -109,7 +109,7 @@ def load_params(
 ) -> Params:
     """Read the parameters of a Hugging Face folder.
 
-    Shards are read one after another: the host needs memory for one shard of one parameter.
+    The host needs memory for one shard of one parameter.
 
     Args:
         folder: as in `load`.

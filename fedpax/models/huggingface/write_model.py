@@ -47,7 +47,7 @@ def save(
 ) -> None:
     """Write a transformer as a Hugging Face folder.
 
-    `load` returns the same parameters, bit by bit. The host needs memory for one file at a time.
+    The host needs memory for one file at a time.
 
     Args:
         folder: the folder. It must not hold a model already.

@@ -196,9 +196,11 @@ def check_task(header: Json, rounds: int) -> None:
         raise MalformedError(f"the syncer asks for {kind!r} without {lacking}.")
     if "request" in header or kind not in (ROUND, EVALUATION, QUESTION, VALUES):
         task.text("session")
-    names = header.get("names", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise MalformedError(f"the syncer asks for the metrics {str(names)[:100]}.")
+    lists = {"names": header.get("names", [])}
+    lists |= {"columns": header.get("columns")} if kind == VALUES else {}
+    for field, names in lists.items():
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise MalformedError(f"the syncer asks for the {field} {str(names)[:100]}.")
     for name in ("base", "counted", "model", "target", "up", "weights"):
         task.optional_text(name)
     for name in ("coded", "save", "secure_sums"):
@@ -209,8 +211,6 @@ def check_task(header: Json, rounds: int) -> None:
         task.mapping("request")
     if kind == QUESTION:
         task.mapping("settings")
-    if kind == VALUES and not isinstance(header.get("columns"), list):
-        raise MalformedError("the syncer asks for the values of no columns.")
     if kind == ROUND and not WEIGHTS.fullmatch(task.text("weights")):
         raise MalformedError(f"the syncer weighs by {header['weights']!r}, as no flag of it says.")
     if "target" in header:

@@ -32,12 +32,14 @@ TASKS: dict[str, dict[str, Any]] = {
 COLUMN = {"name": "age", "kind": "number", "missing": "mean", "values": None, "bounds": None}
 SCALING = {"center": [50.0], "half": [1.0], "low": None, "high": None, "factor": 1.0}
 QUESTION = {**COMMON, **PART, "task": "question", "round": 0}
+ASKED_VALUES = {**COMMON, "task": "values", "round": 0, "columns": ["sex"]}
 QUESTION["settings"] = {"columns": [{**COLUMN, "reason": "number"}], "scaling": SCALING}
 
 OPTIONAL = {  # fields of each task
     "evaluate": {"secure_sums"},
     "round": set(),
     "question": {"counted"},
+    "values": {"counted"},
     "secure_sum": {"counted", "request"},
 }
 VALUES = ["../../evil", "", "a\x1b[2J", "x" * 500, -3, 1e15, 10**15, 2**70, 0.5, True, None]
@@ -46,6 +48,7 @@ FREE = {"status", "rounds", "first_client"}  # a site reads none of them, but as
 FITTING: dict[str, list[Any]] = {  # values of these that a coordinator can send
     "token": ["../../evil"],
     "counted": ["../../evil", None],
+    "columns": [[], ["a"]],
     "session": ["../../evil"],
     "save": [True],
     "secure_sums": [True],
@@ -155,12 +158,13 @@ def test_each_field_of_a_task_is_checked(tmp_path: Path, kind: str) -> None:
     assert saved == (["1"] if kind == "evaluate" else [])
 
 
-def test_each_field_of_a_question_is_checked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [QUESTION, ASKED_VALUES], ids=lambda task: task["task"])
+def test_each_field_of_a_question_is_checked(tmp_path: Path, asked: dict[str, Any]) -> None:
     write_hospitals(tmp_path / "data", {"a": (40, 25)})
     liar = Liar(())
     liar.inputs = None
     with joined(liar, experiment(f"{tmp_path}/data/a/*.csv"), tmp_path / "site") as site:
-        try_all(site, liar, QUESTION)
+        try_all(site, liar, asked)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "site"]
 
 

@@ -20,14 +20,14 @@ class AskedStages:
     """
 
     def __init__(self, of_one: frozenset[str]) -> None:
-        self._of_one, self._token = of_one, ""
+        self._of_one, self.token = of_one, ""  # of the last stage
         self._stages: dict[int, str] = {}
 
     def add(
         self, token: str, stage: int, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     ) -> bytes:
         """Return the digest of a stage: of JSON fields, and of arrays that all sites have."""
-        known = self._stages if token == self._token else {}
+        known = self._stages if token == self.token else {}
         known = {number: digest for number, digest in known.items() if number < stage}
         fields = {name: x for name, x in header.items() if name not in self._of_one}
         fields = json.loads(json.dumps(fields))  # as messages have them: names are texts
@@ -36,5 +36,5 @@ class AskedStages:
         asked = hashlib.sha256(PROTOCOL + b"asked" + content.encode())
         for name in types:
             asked.update(np.ascontiguousarray(arrays[name]).tobytes())
-        self._token, self._stages = token, {**known, stage: asked.hexdigest()}
+        self.token, self._stages = token, {**known, stage: asked.hexdigest()}
         return asked.digest()

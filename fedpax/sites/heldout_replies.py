@@ -81,8 +81,8 @@ class Measured(NamedTuple):
 
     def terms(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Return the numbers of examples, and the sums over examples, for a secure sum."""
-        counts = [self.heldout.count(n) if n in self.heldout.means else 0 for n in names]
-        means = [self.heldout.means.get(name, 0.0) for name in names]
+        counts = [self.heldout.count(name) for name in names]
+        means = [self.heldout.means[name] for name in names]
         means = [x if abs(x) < MOST_MEAN else MOST_MEAN for x in means]
         return numbered(TERM, [np.array([counts, np.multiply(counts, means)], np.float64)])
 

@@ -133,9 +133,12 @@ class SecretTerms:
             return numbered(TERM, [to(x) for x in in_order(TERM, arrays)])
 
         shared = numbered(SHARED, in_order(SHARED, received))
-        asked = self._asked.add(header["token"], header["stage"], header, shared)
         session = header["session"]
         try:
+            # Values of a later stage are bound to what the earlier ones were asked for.
+            if header["stage"] and header["token"] != self._asked.token:
+                raise SecureSumError("another sum came between two stages of this one")
+            asked = self._asked.add(header["token"], header["stage"], header, shared)
             answer = self._step(header, encode, asked)
             if self._masked[0] != session:
                 parts = {ROUND: ("round", "stage"), EVALUATION: ("model",)}.get(header["task"], ())

@@ -113,7 +113,10 @@ class SiteEvaluation:
             have = f"{LEAST_SITES} sites with metrics, and {', '.join(measured)} have some"
             self._note_once(f"no held-out metrics: a secure sum of them needs {have}")
             return
-        names = _shared_names([*measured.values()])
+        names = _common_names([*measured.values()])
+        for name in _shared_names([*measured.values()]):
+            if lacking := [site for site, each in measured.items() if name not in each.means]:
+                self._note_once(f"no held-out {name}: {', '.join(lacking)} have none")
         header = {"task": EVALUATION, "stage": 0, "last_stage": 0, "save": False}
         header |= {"names": names, "model": model}
         own: Any = dict.fromkeys(measured, ({}, {}))
@@ -123,7 +126,7 @@ class SiteEvaluation:
         if not (present := without_faults(replies or {})):
             return
         counts, sums = next(iter(present.values())).arrays[f"{TERM} 0"]
-        parts = [x for x in zip(names, counts, sums, strict=True) if x[1]]
+        parts = [*zip(names, counts, sums, strict=True)]
         most = LEAST_LABELS * MOST_MEAN  # the least that a mean which is not finite adds
         means = {name: total / count for name, count, total in parts if abs(total) < most}
         if lost := ", ".join(name for name, _, _ in parts if name not in means):
@@ -201,6 +204,11 @@ def _shared_names(by_site: Sequence[Heldout]) -> list[str]:
     """Return the names of the means that most sites have: a minority neither hides nor adds one."""
     owners = Counter(name for each in by_site for name in each.means)
     return sorted(name for name, number in owners.items() if 2 * number > len(by_site))
+
+
+def _common_names(by_site: Sequence[Heldout]) -> list[str]:
+    """Return the names of the means that all sites have: a sum of others is of some sites alone."""
+    return sorted(set.intersection(*({*each.means} for each in by_site)))
 
 
 def _weighted_mean(by_site: Sequence[Heldout]) -> dict[str, float]:

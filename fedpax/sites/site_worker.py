@@ -344,15 +344,15 @@ class SiteWorker:
         return self._measured.reply(is_summed=is_summed)
 
     def _sum_metrics(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
-        # The masks are bound to the header: no site's means are added to those of other models. A
-        # second sum, of other sites, would tell the means of one site.
-        measured, session = self._measured, header["session"]
+        # Masks are bound to the header: no means of other models are added. A second sum, of other
+        # sites, would tell the means of one site.
+        measured, session, names = self._measured, header["session"], header["names"]
         if measured is None or header["model"] != measured.model:
             raise UnknownRoundError
-        if measured.session not in ("", session):
-            return {"fault": "this site sends metrics of a model in one sum alone"}, {}
+        if measured.session not in ("", session) or not {*names} <= measured.heldout.means.keys():
+            return {"fault": "this site sends metrics that it has, in one sum alone"}, {}
         self._measured = measured._replace(session=session)
-        return {}, measured.terms(header["names"])
+        return {}, measured.terms(names)
 
     def _evaluate_personal(self, params: Params) -> dict[str, Any]:
         """Evaluate the own models of clients, with the states that they keep."""

@@ -10,6 +10,7 @@ import pytest
 from fedpax.secure_sums import CoordinatorSide, Message
 from fedpax.secure_sums.arithmetic import from_words
 from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.secret_terms import SecretTerms
 from fedpax.sites.site_worker import SiteWorker
 from fedpax.sites.task_exchange import TaskExchange
 from sites.federation import run, write_hospitals
@@ -149,3 +150,16 @@ def test_a_site_answers_what_it_is_asked_and_not_what_it_was_under_the_same_toke
     assert np.sum([not np.array_equal(x, expected[n]) for n, x in ask(worker, "equal").items()])
     for name, x in ask(worker, "examples").items():
         np.testing.assert_array_equal(x, expected[name])
+
+
+def test_a_sum_between_two_stages_does_not_make_the_first_one_forgotten() -> None:
+    def ask(side: SecretTerms, task: str, token: str, stage: int) -> str:
+        header = {"task": task, "token": token, "stage": stage, "session": "s", "round": 1}
+        fields, _ = side.send({**header, "request": {"phase": "mask"}}, {}, {}, {})
+        return fields["fault"]
+
+    side, between = SecretTerms("a"), "another sum came between two stages of this one"
+    ask(side, "round", "T", 0)
+    assert ask(side, "round", "T", 1) != between
+    ask(side, "evaluate", "E", 0)
+    assert ask(side, "round", "T", 2) == between

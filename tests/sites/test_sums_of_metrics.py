@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.sites import site_evaluation
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_evaluation import SiteEvaluation
 from fedpax.sites.tasks import EVALUATION
@@ -32,7 +33,7 @@ def own_losses(folder: Path) -> dict[str, float]:
     return {s: select(read_metrics(folder / s), "evaluation")[-1]["loss"] for s in SITES}
 
 
-def test_metrics_equal_those_of_plain_rounds(tmp_path: Path) -> None:
+def test_metrics_equal_those_of_plain_rounds(tmp_path: Path, notes: list[str]) -> None:
     write_meters(tmp_path / "data", MORE, 2)
     lines = []
     for where in ("plain", "secret"):
@@ -48,8 +49,10 @@ def test_metrics_equal_those_of_plain_rounds(tmp_path: Path) -> None:
             where == "plain"
         ]
     plain, secret = ({n: x for n, x in line.items() if n != "wall_seconds"} for line in lines)
-    assert {"rmse", "r2", "new_clients/r2", "fine_tuned_loss", "personal_loss"} <= secret.keys()
-    assert secret.keys() == {name for name in plain if not name.startswith("site/")}
+    assert {"rmse", "r2", "fine_tuned_loss", "personal_loss"} <= secret.keys()
+    of_all = {name for name in plain if not name.startswith("site/") and "new_clients/" not in name}
+    assert secret.keys() == of_all  # one site has few new clients
+    assert [note for note in notes if note.startswith("no held-out new_clients/loss: ")]
     for name in secret.keys() - {"kind"}:
         assert secret[name] == pytest.approx(plain[name], rel=1e-5), name
 
@@ -86,8 +89,28 @@ def test_a_second_sum_of_the_same_metrics_is_not_opened(
     monkeypatch.setattr(SiteEvaluation, "_add_sum", ask_twice)
     _, (line,) = federate(tmp_path)
     assert line["loss"] == pytest.approx(np.mean([*own_losses(tmp_path).values()]))
-    told = "no reply: this site sends metrics of a model in one sum alone"
+    told = "no reply: this site sends metrics that it has, in one sum alone"
     assert notes.count(told) == 3
+
+
+def test_a_metric_of_one_site_is_in_no_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str]
+) -> None:
+    """The other sites would add 0, and the sum would tell it."""
+    at_site = SmallExperiment.at_site
+
+    def with_extra(experiment: Any, clients: Any) -> Any:
+        made = at_site(experiment, clients)
+        extra = {"extra": 3.0} if experiment.data_seed == 3 else {}
+        return made._replace(evaluate=lambda _: {"loss": 1.0, **extra})
+
+    monkeypatch.setattr(SmallExperiment, "at_site", with_extra)
+    _, (line,) = federate(tmp_path / "honest")
+    assert line["loss"] == 1.0 and "extra" not in line
+    monkeypatch.setattr(site_evaluation, "_common_names", lambda by_site: ["extra", "loss"])
+    _, lines = federate(tmp_path / "lying")
+    assert not lines
+    assert notes.count("no reply: this site sends metrics that it has, in one sum alone") == 3
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

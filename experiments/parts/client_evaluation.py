@@ -208,8 +208,13 @@ def finish_regression(
 
 def fingerprint_of(batches: Sequence[Batch]) -> dict[str, str]:
     """Return a text that identifies batches in memory."""
-    sums = (arrays_fingerprint(jax.tree.map(np.asarray, batch)) for batch in batches)
-    return {"of the run": f"{len(batches)} batches, sample {zlib.crc32(str([*sums]).encode())}"}
+    samples = [
+        arrays_fingerprint(
+            {str(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(batch)}
+        )
+        for batch in batches
+    ]
+    return {"of the run": f"{len(batches)} batches, sample {zlib.crc32(str(samples).encode())}"}
 
 
 # ---- held-out texts: the split that every run evaluates on, and further data sets by name

@@ -296,6 +296,16 @@ def test_processes_with_other_settings_of_jax_say_so(tmp_path: Path, name: str) 
         assert f"{name} is {value}, in process 0" in errors and "environment variables" in errors
 
 
+@pytest.mark.slow
+def test_processes_with_unequal_numbers_of_devices_say_so(tmp_path: Path) -> None:
+    fewer = {"JAX_NUM_CPU_DEVICES": "3"}
+    for status, _, errors in finish(start(2, tmp_path / "run", variables_of_one=fewer)):
+        assert status == 2
+        assert "process 1 has 3 devices, process 0 has 4, expected the same number" in errors
+        assert "Traceback" not in errors
+    assert not (tmp_path / "run").exists()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StaleCode(Regression):
     """A run whose code differs between hosts: a variable stands for another file."""

@@ -5,6 +5,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import jax
 from absl import flags
 
 from fedpax.commands.parts.devices import provide_devices
-from fedpax.console import print_error
+from fedpax.console import count_of, print_error
 from fedpax.errors import FedpaxError, UsageError
 from fedpax.processes.communication import ControlChannel, all_agree
 from fedpax.processes.job_processes import (
@@ -45,12 +46,29 @@ def provide_processes(options: flags.FlagValues, experiment: Experiment) -> None
     if options.multihost:
         num_processes = join_processes(options.join_timeout, options.heartbeat_timeout)
     # Where only JAX knows the number of processes, it knows their devices too.
-    if num_processes is not None:
-        provide_devices(experiment.mesh, experiment.sharded_sizes(), num_processes)
+    try:
+        if num_processes is not None:
+            provide_devices(experiment.mesh, experiment.sharded_sizes(), num_processes)
+    finally:  # a lost device can be the reason for which a mesh does not fit
+        if options.multihost:
+            _check_devices()
     if options.multihost and jax.default_backend() == "cpu":
         # JAX writes programs in process 0 alone, which would wait for the others' compilation of
         # their own programs longer than gloo does, 30 seconds.
         jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _check_devices() -> None:
+    """Check that each process has as many devices as process 0: JAX's collectives need it."""
+    counts = Counter(device.process_index for device in jax.devices())
+    for number in range(jax.process_count()):
+        if counts[number] != counts[0]:
+            raise UsageError(
+                f"--multihost: process {number} has {count_of(counts[number], 'device')}, process "
+                f"0 has {counts[0]}, expected the same number in all processes. Give each process "
+                "the same number (CUDA_VISIBLE_DEVICES, JAX_LOCAL_DEVICE_IDS, "
+                "JAX_NUM_CPU_DEVICES), or leave out a host that has lost a device."
+            )
 
 
 def join_processes(timeout: float, heartbeat_timeout: int) -> int | None:

@@ -175,8 +175,9 @@ class SecretTerms:
         known = self._opened.get(name)
         if known is not None and known != {"sites": sorted(sites), "clients": clients}:
             raise SecureSumError(
-                f"the sum of {name!r} was opened before: of other sites or clients, it would show "
-                f"their difference. Ask for the same, of {', '.join(known['sites'])}"
+                f"the sum of {name!r} was opened before, of {', '.join(known['sites'])[:50]}: "
+                "another would show a difference. Begin a new run with an empty --job_log_dir of "
+                "each site"
             )
 
 

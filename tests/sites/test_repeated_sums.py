@@ -95,7 +95,7 @@ def test_sites_answer_no_sum_that_differs_by_one_site(
     monkeypatch.setattr("fedpax.sites.stage_calls.note_opened", lambda *_: None)
     run(small(rounds=1), four_sites(1), tmp_path, rules=RULES, first_round_needs=4)
     assert second == [None, None] and opened == [NAMES]
-    told = "no reply: the sum of 'round 1 0' was opened before: of other sites or clients, it would"
+    told = "no reply: the sum of 'round 1 0' was opened before, of "
     assert sum(text.startswith(told) and "a, b, c, d" in text for text in notes) == 6
 
 

@@ -197,14 +197,17 @@ class Trainable(NamedTuple):
 
 def describe_flops(config: TransformerConfig, seq_len: int, adapters: LoRAConfig) -> str:
     """Describe the floating-point operations of a token that MFU counts."""
-    active = "active " if config.num_experts else ""
+    active, these = "active " if config.num_experts else "", "parameters in matmuls and norms"
     if adapters.rank:
-        terms = "4 N + 6 A", f"N frozen {active}parameters in matmuls, A parameters of adapters"
+        terms = (
+            "4 N + 6 A",
+            f"N frozen {active}{these}, A parameters of adapters",
+        )
     else:
-        terms = "6 N", f"N {active}parameters in matmuls"
+        terms = "6 N", f"N {active}{these}"
     window = config.sliding_window
     if window is not None and window < seq_len:
         keys = f"the T = {window} keys of the sliding window"
     else:
         keys = f"all T = {seq_len} keys"
-    return f"{terms[0]} + 12 L H d T for {terms[1]} and {keys}; no recomputation"
+    return f"{terms[0]} + 12 L H d T for {terms[1]}, and {keys}; no recomputation"

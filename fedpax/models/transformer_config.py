@@ -162,7 +162,7 @@ class TransformerConfig:
         """Count the floating-point operations of one token in a training step.
 
         6 N + 12 num_layers num_heads head_dim seq_len, where N are the active parameters in
-        matmuls, a tied embedding table included. Rematerialization does not count.
+        matmuls and norms, a tied embedding table included. Rematerialization does not count.
 
         Args:
             seq_len: tokens in a sequence.
@@ -236,8 +236,8 @@ def flops_per_token(
     6 N + 12 L H d T, the backward pass as twice the forward pass.
 
     Args:
-        num_params: N, the parameters in matmuls; of a mixture of experts, those that one token
-            uses.
+        num_params: N, the parameters in matmuls and norms; of a mixture of experts, those that one
+            token uses.
         num_layers: L.
         num_heads: H, query heads.
         head_dim: d, features per head.

@@ -39,8 +39,7 @@ class AsynchronousText(TextExperiment):
 
     A round is a sequence of arrivals in which no island arrives twice. The metric `virtual_seconds`
     is the simulated second of its last event. An island that does not arrive skips its batches of
-    the round. The metrics `uploaded_bytes` and `broadcast_bytes` count the updates and the models
-    of a round.
+    the round.
 
     Attributes:
         trace: the islands' speeds, networks and failures.
@@ -163,9 +162,8 @@ def _encoded_bytes(codec: codecs.Codec, params: Params) -> float:
 def async_diloco_text() -> AsyncDiLoCoText:
     """Asynchronous DiLoCo: 4 islands of different speeds, which fail and return, in virtual time.
 
-    The model and the text are as in `diloco_text`. The speeds are lognormal; slow islands take
-    fewer steps. With the outer momentum of `diloco_text`, 0.7, the loss of this run rises in
-    between. `--trace.file` reads measured speeds and failures.
+    The model and the text are as in `diloco_text`. With the outer momentum of `diloco_text`, 0.7,
+    the loss of this run rises in between.
     """
     return AsyncDiLoCoText(
         **text_fields(diloco_text()),
@@ -175,10 +173,7 @@ def async_diloco_text() -> AsyncDiLoCoText:
 
 
 def waiting_diloco_text() -> AsyncDiLoCoText:
-    """DiLoCo on the islands of async_diloco_text: each round waits for the slowest island.
-
-    The outer learning rate and momentum are as in `diloco_text`.
-    """
+    """DiLoCo on the islands of async_diloco_text: each round waits for the slowest island."""
     settings = AsyncConfig(
         learning_rate=0.9, momentum=0.7, grace_seconds=float("inf"), dynamic_steps=False
     )

@@ -260,7 +260,7 @@ def _import_file(exp: str, path: Path) -> ModuleType:
     module = sys.modules.get(path.stem)
     is_free = module is None or Path(getattr(module, "__file__", None) or "").resolve() == path
     if is_free and "." not in path.stem:
-        # Even if the module is known already: another thread may still import it.
+        # Another thread may still import a known module.
         module = import_newest(path.stem, path.parent)
     if module is None or Path(getattr(module, "__file__", None) or "").resolve() != path:
         raise UnknownExperimentError(
@@ -298,8 +298,7 @@ _LOCK = threading.RLock()  # threads can run commands, and see no half of an imp
 
 def import_newest(name: str, folder: Path) -> ModuleType:
     """Import a module; if it or a module beside it was edited since, import all of them again."""
-    # Modules that other code had imported before, installed modules and modules of fedpax stay as
-    # they are.
+    # Installed modules and modules that other code had imported stay as they are.
     with _LOCK:
         seen = _IMPORTS.get(folder)
         if seen is None:

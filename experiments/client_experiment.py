@@ -66,12 +66,10 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         cohort: the clients of a round and their local training.
         client_learning_rate: learning rate of the clients' SGD.
         server: the server optimizer.
-        method: the method, such as `fedpax.settings.client_methods.method("scaffold")`. Default:
-            FedAvg. With the server optimizer "adagrad", "adam" or "yogi", it is FedAdagrad, FedAdam
-            or FedYogi.
+        method: the method. Default: FedAvg. With the server optimizer "adagrad", "adam" or "yogi",
+            it is FedAdagrad, FedAdam or FedYogi.
         aggregator: how the clients' updates are combined. Default: the weighted mean.
-        own_fields: paths of the fields that may differ between sites. A subclass adds its own:
-            `own_fields = (*ClientExperiment.own_fields, "data.heldout_fraction")`.
+        own_fields: paths of the fields that may differ between sites.
     """
 
     heldout_batch_size: Count = 256
@@ -124,7 +122,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
     def read_clients(self) -> tuple[Examples | Arrays, Partition]:
         """Return the training examples, and the indices of each client's examples.
 
-        At a site, of its own clients. They are numbered in this order.
+        At a site, of its own clients.
         """
 
     @abc.abstractmethod
@@ -239,10 +237,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         )
 
     def blank_example(self) -> Arrays | None:
-        """Return the fields of one example, `[1, ...]`, which a coordinator states without data.
-
-        Default None: the types of a batch are those that most sites have.
-        """
+        """Return the fields of one example, `[1, ...]`, which a coordinator states without data."""
         return None
 
     def _batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct] | None:
@@ -280,10 +275,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         )
 
     def name_clients(self, population: Partition) -> Sequence[str]:
-        """Return the names of clients: a site keeps a client's state under its name.
-
-        Default: `population.names`, as of `fedpax.data.partition_natural`, or their numbers.
-        """
+        """Return the names of clients: a site keeps a client's state under its name."""
         names = getattr(population, "names", range(len(population)))
         return [client_name(name) for name in names]
 
@@ -314,7 +306,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         rounds.chunk_size = fitted.at_once
         read_heldout = self.open_heldout(preprocess)
 
-        # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
+        # Lazy: `fedpax plan` compiles for devices that cannot hold data.
         @functools.cache
         def evaluate_heldout() -> Callable[[Params], dict[str, float]]:
             return self._evaluate_on(read_heldout(), model, num_devices, over_clients(mesh))

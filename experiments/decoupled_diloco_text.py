@@ -108,8 +108,8 @@ def decoupled_diloco_text() -> DecoupledDiLoCoText:
     """Decoupled DiLoCo: 4 islands, one device each, a merge every 8 steps.
 
     For `fedpax syncer` and `fedpax join`; `fedpax train` runs it with islands that never fail. A
-    round merges each of 4 fragments once. A fragment is merged when 2 islands have sent it, and all
-    others that are up, or half a second later.
+    fragment is merged when 2 islands have sent it, and all others that are up, or half a second
+    later.
     """
     return DecoupledDiLoCoText(
         islands=4,

@@ -123,7 +123,7 @@ def diloco_text() -> DiLoCoText:
     """DiLoCo: 4 islands share the devices and train a byte-level transformer on Python's sources.
 
     Islands synchronize every 18 steps. Outer gradients are quantized to 16 levels with error
-    feedback. A CPU simulates one device for each island.
+    feedback.
     """
     return DiLoCoText(
         islands=4,
@@ -152,8 +152,7 @@ def single_island_text() -> DataParallelText:
 def diloco_lora_text() -> DiLoCoText:
     """DiLoCo of adapters (LoRA) on 4 islands, synchronized every 10 steps. Needs weights.
 
-    Islands send adapters of rank 8. `--model.weights` names a Hugging Face folder, such as `fedpax
-    export` writes. Outer gradients are quantized to 16 levels with error feedback. In a run of 20
+    `--model.weights` names a Hugging Face folder, such as `fedpax export` writes. In a run of 20
     rounds, DiLoCo's outer momentum of 0.9 raises the loss of trained weights; 0.5 lowers it.
     """
     return DiLoCoText(

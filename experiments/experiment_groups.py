@@ -68,8 +68,7 @@ PERSONAL_RATES = {name: 0.3 for name in PERSONAL_METHODS}
 def methods_digits() -> ExperimentGroup:
     """Methods for clients on digits: 100 clients with few labels each, an MLP.
 
-    The labels are from Dirichlet(0.1), and ten clients train in a round. The client learning rate
-    of each method is tuned.
+    The labels are from Dirichlet(0.1), and ten clients train in a round.
     """
     experiments = _each(_digits(FedAvgImages), METHODS, DIGITS_RATES)
     return ExperimentGroup(experiments, target="accuracy=0.85")
@@ -78,7 +77,7 @@ def methods_digits() -> ExperimentGroup:
 def methods_synthetic() -> ExperimentGroup:
     """Methods for clients on FedProx's synthetic(1, 1): 30 clients, logistic regression.
 
-    Ten clients train in a round. The client learning rate of each method is tuned.
+    Ten clients train in a round.
     """
     base = fedavg_synthetic()
     training = dataclasses.replace(base.training, evaluate_every=1)
@@ -90,8 +89,7 @@ def personal_digits() -> ExperimentGroup:
     """Methods for personal models on the problem of methods_digits.
 
     The personal accuracy measures the clients' own models, the held-out loss the shared model. For
-    HypCluster it measures the models that clients choose. The client learning rate and the setting
-    of each method are tuned.
+    HypCluster it measures the models that clients choose.
     """
     base = _digits(PersonalImages)
     # An evaluation of all clients takes as long as several rounds.

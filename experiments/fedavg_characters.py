@@ -35,7 +35,7 @@ class FedAvgCharacters(FedAvgTokens):
     """A recurrent network that predicts the next character, trained on clients' texts.
 
     The examples of `dataset` have a field `text`, UTF-8 bytes. The vocabulary is the 86 characters
-    of Shakespeare's plays. The metric `accuracy` leaves out padding.
+    of Shakespeare's plays.
 
     Attributes:
         seq_len: characters of a row.
@@ -130,10 +130,9 @@ def character_rows(
     texts: Sequence[bytes], seq_len: int, characters: bytes = SHAKESPEARE_CHARACTERS
 ) -> tuple[UInt8[np.ndarray, "rows seq_len+1"], Int64[np.ndarray, " texts"]]:
     """Encode texts as rows of `seq_len` + 1 numbers; return them, and the rows of each text."""
-    # 0 is padding, 1 to V are the V characters in their order, V + 1 is any other byte, V + 2 the
-    # begin and V + 3 the end of a text. Begin, characters and end of a text are split into rows of
-    # `seq_len` + 1 numbers, the last one padded: the first number of a row is no target. Reddi et
-    # al., arXiv:2003.00295, appendix C, and the authors' code.
+    # 0 is padding, 1 to V are the characters, V + 1 is any other byte, V + 2 the begin and V + 3
+    # the end of a text. A text is split into rows of `seq_len` + 1 numbers: the first one of a row
+    # is no target. Reddi et al., arXiv:2003.00295, appendix C, and the authors' code.
     if seq_len < 1:
         raise ArgumentError(f"seq_len is {seq_len}, expected at least 1.")
     size = len(characters)

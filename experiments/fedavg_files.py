@@ -122,7 +122,7 @@ class FedAvgFiles(ClientExperiment):
 
         if not self._is_site and self.saved_inputs is None:
             return self.data.open()
-        # One file of a site or of an evaluation is a client, named as one of several is.
+        # One file is a client, named as one of several is.
         if len(self.data.files) == 1 and (folder := expand_home(self.data.files[0])).is_dir():
             return self.data.open(folder.name)
         split = "train" if self.data.has_split else None

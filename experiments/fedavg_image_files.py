@@ -58,8 +58,8 @@ class ImagesConfig(FilesConfig):
     Attributes:
         label: the column to predict, or `{label}` in the path.
         image: the column with the images.
-        channels: the number of channels to which images are converted: with 3, gray images repeat
-            their values; with 1, images in color become gray. Default None: they are not converted.
+        channels: the number of channels to which images are converted. Default None: they are not
+            converted.
         columns: the classes of the label, as "LABEL=category(A|B)". Default (): the distinct
             values.
     """
@@ -128,7 +128,7 @@ def _with_channels(images: NDArray[Any], channels: int | None) -> NDArray[Any]:
 class FedAvgImageFiles(FedAvgFiles):
     """An image classifier on users' images, whose network has the size of the images.
 
-    Integers of images are scaled to 0 to 1 when a batch is made.
+    Integers of images are scaled to 0 to 1.
 
     Attributes:
         data: the files.

@@ -130,9 +130,8 @@ class FedAvgImages(FedAvgExperiment):
 
     def make_client_evaluation(self, model: FunctionalModel) -> EvaluateClients:
         """Make the evaluation by client, on the client's held-out images or weighted ones."""
-        # Clients of another population than the data set's have no held-out images: these are
-        # weighted for each client, so that every label has the share that it has among the client's
-        # training examples.
+        # If the population is not the data set's, held-out images are weighted for each client: a
+        # label has its share among the client's training examples.
         heldout = self.read_heldout_source()
         batches = self.read_heldout(heldout, self.make_preprocess())
         examples = jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(heldout)], *batches)

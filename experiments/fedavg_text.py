@@ -84,7 +84,6 @@ class FedAvgText(OverSites, ClientText):
 
     def shared_content(self) -> dict[str, str]:
         """Return hashes of the tokenizer, and of the weights that every site adapts."""
-        # The tokenizer's name ends with a hash of its file and the separator of documents.
         content = {"data.tokenizer": ":".join(self.read_tokenizer().name.split(":")[-2:])}
         if self.data.has_mask:
             content["data.chat_template"] = str(self.data.read_field()).rsplit(" ", 1)[-1]
@@ -254,8 +253,7 @@ class FedAvgText(OverSites, ClientText):
 def fedavg_lora_text() -> FedAvgText:
     """FedAvg of adapters (LoRA) on Python's own sources, a module per client. Needs weights.
 
-    Clients receive and send adapters of rank 8. `--model.weights` names a Hugging Face folder, such
-    as `fedpax export` writes.
+    `--model.weights` names a Hugging Face folder, such as `fedpax export` writes.
     """
     return FedAvgText(
         model=presets.base_1m(),

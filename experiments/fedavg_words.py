@@ -52,7 +52,7 @@ from fedpax.training.training_config import TrainingConfig
 class FedAvgTokens(FedAvgExperiment):
     """A recurrent network that predicts the next token, trained on clients' rows of tokens.
 
-    In the mean over clients, the weight of a client is its number of targets.
+    The weight of a client is its number of targets.
 
     Attributes:
         seq_len: targets of a row.
@@ -240,10 +240,9 @@ NUM_SPECIAL = 4
 class WordRows:
     """A function from sentences to the batches of a language model of words, one row a sentence."""
 
-    # A word is a number: 0 is padding, 1 to V are the vocabulary from its first word on, V + 1 is a
-    # word outside it, V + 2 the begin and V + 3 the end of a sentence. Row: begin, up to `seq_len`
-    # words, and the end if the sentence is shorter. Reddi et al., arXiv:2003.00295, appendix C, and
-    # the authors' code.
+    # 0 is padding, 1 to V are the vocabulary, V + 1 is a word outside it, V + 2 the begin and V + 3
+    # the end of a sentence. Row: begin, up to `seq_len` words, and the end if the sentence is
+    # shorter. Reddi et al., arXiv:2003.00295, appendix C, and the authors' code.
 
     def __init__(self, words: Sequence[bytes], seq_len: int) -> None:
         if seq_len < 1:
@@ -291,9 +290,8 @@ def stackoverflow_words(
     count: int, *, data_dir: str | os.PathLike[str] | None = None
 ) -> list[bytes]:
     """Return the most frequent words in the training split of Stack Overflow, in their order."""
-    # The number of users who have used a word. On a machine without a network, put the archive into
-    # `<data_dir>/downloads/manual`. Address, SHA-256 and format are those of TensorFlow Federated,
-    # stackoverflow.py.
+    # On a machine without a network, put the archive into `<data_dir>/downloads/manual`. Address,
+    # SHA-256 and format are those of TensorFlow Federated, stackoverflow.py.
     if count < 1:
         raise ArgumentError(f"count is {count}, expected at least 1.")
     path = _find(data_folder(data_dir))

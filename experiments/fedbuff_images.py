@@ -176,8 +176,7 @@ class ArrivingClients(ClientSampler):
 def fedbuff_digits() -> FedBuffImages:
     """FedBuff on the digits of fedavg_digits: 20 of 30 clients train at a time, in virtual time.
 
-    The server updates its model at every 10th arrival. Speeds are lognormal, and clients fail and
-    return. `--trace.file` reads measured speeds and failures. Takes seconds.
+    The server updates its model at every 10th arrival. Takes seconds.
     """
     return FedBuffImages(
         dataset="digits",

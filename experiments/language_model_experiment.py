@@ -248,7 +248,7 @@ class LanguageModelExperiment(Experiment):
         def init(key: jax.Array) -> Params:
             return lora.init(key, shapes, self.lora)
 
-        # In the dtype of the layers: frozen weights need no more bits than they are computed with.
+        # Frozen weights need no more bits than they are computed with.
         frozen = stored_weights(
             config, jax.tree.map(lambda x: x.update(dtype=jnp.dtype(config.dtype)), whole.shapes)
         )
@@ -270,7 +270,6 @@ class LanguageModelExperiment(Experiment):
 
     def write_model(self, folder: Path, params: Params, exp: str) -> None:
         """Write the model as a Hugging Face folder, or with Orbax if no family has its features."""
-        # Adapters are merged into the model that they adapt, on the CPU.
         config = self.model
         if self.lora.rank:
             assert config.weights is not None
@@ -310,7 +309,6 @@ class LanguageModelExperiment(Experiment):
                 f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocab_size:,} tokens, but "
                 f"model.vocab_size={config.vocab_size:,}. {remedy}"
             )
-        # Vocabularies of published models are padded, but by far less.
         if config.weights is not None and tokenizer.vocab_size < config.vocab_size / 2:
             raise ArgumentError(
                 f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocab_size:,} tokens, but "
@@ -325,7 +323,6 @@ class LanguageModelExperiment(Experiment):
 
     def read_heldout(self, tokenizer: Tokenizer) -> HeldoutSets:
         """Open the splits to evaluate on; their rows are tokenized at the first evaluation."""
-        # Call it before training, so that a missing set raises early.
         data = self.data
 
         def read(dataset: str, split: str | None, field: str | None) -> HeldoutRows:

@@ -1,6 +1,6 @@
 """The experiments that come with fedpax: the module and the summary of each, by name.
 
-The summary is the first line of the function's docstring: `fedpax list` imports no experiment.
+`fedpax list` imports no experiment.
 """
 # ruff: noqa: E501, an experiment has one line
 # fmt: off

@@ -23,10 +23,7 @@ from fedpax.user_files.finding import find_files
 def experiment_data(
     folder: str | Path, node: Node, experiment: Experiment | None = None
 ) -> CohortRounds | Callable[[int], Cohort]:
-    """Return the data of a participant of an experiment, for `fedpax.deploy.nodes.node.LoadData`.
-
-    If the node's settings name `files`, all their training examples belong to this participant.
-    """
+    """Return the data of a participant of an experiment (`fedpax.deploy.nodes.node.LoadData`)."""
     if experiment is None:
         experiment = _saved_experiment(str(folder))
     else:
@@ -73,7 +70,6 @@ def heldout_data(folder: str | Path, node: Node) -> Callable[[int], Cohort]:
     return lambda number: rounds.read_clients(number, np.array([node.participant]))
 
 
-# In a simulation, the participants of one process share the experiment and its data.
 @functools.cache
 def _saved_experiment(folder: str) -> Experiment:
     named = read_configuration(folder)
@@ -111,8 +107,7 @@ def _with_own_files(experiment: Experiment, node: Node, files: str) -> FedAvgFil
         experiment, data=data, cohort=dataclasses.replace(experiment.cohort, max_steps=node.steps)
     )
     at_node.__dict__["_saved_inputs"] = experiment.saved_inputs
-    # One file is a client with the file's name, as it is among several files: the same examples are
-    # held out.
+    # As among several files, so that the same examples are held out.
     is_folder = len(names) == 1 and Path(names[0]).is_dir()
     one_client = None if is_folder else find_files(names, None)[0].name
     at_node.__dict__["opened"] = data.open(one_client)

@@ -56,7 +56,7 @@ class PersonalImages(FedAvgImages):
     def own_model_means(self) -> Callable[[Any], dict[str, float]]:
         """Make the evaluation of the clients' own models, on held-out examples of their labels."""
         # For each client, every label has its share of the training examples, by whose number the
-        # client counts. The training batches of all clients are in memory.
+        # client counts.
         cohort, batches, weights = self._own_examples
         model, rate = self.make_model(), self.client_learning_rate
         train_loss, loss_fn = self.make_loss(model), classification_loss(model.apply)

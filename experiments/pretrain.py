@@ -65,10 +65,7 @@ def pretrain_c4_16b() -> Pretraining:
 
 
 def diloco_c4_1b() -> Pretraining:
-    """DiLoCo of a 1B model on C4: four islands of four chips, synchronized every 100 steps.
-
-    Outer gradients are quantized to 16 levels, as in `diloco_llama_8b`.
-    """
+    """DiLoCo of a 1B model on C4: four islands of four chips, synchronized every 100 steps."""
     base = pretrain_c4_1b()
     return dataclasses.replace(
         base,

@@ -70,7 +70,7 @@ class StreamingDiLoCoText(TextExperiment):
 def streaming_diloco_text() -> StreamingDiLoCoText:
     """Streaming DiLoCo: the islands, model and data of diloco_text, in 3 fragments of 4 bits.
 
-    Every 6 steps, one fragment is sent in 4 bits per value (E3M0) during one local step.
+    Every 6 steps, one fragment is sent in E3M0 during one local step.
     """
     streaming = StreamingConfig(fragments=3, mixing=0.0, learning_rate=0.9, momentum=0.7)
     return _stream(diloco_text(), streaming)

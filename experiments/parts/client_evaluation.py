@@ -275,7 +275,6 @@ def heldout_evaluator(
     sharding: NamedSharding | None = None,
 ) -> Callable[[Params], dict[str, float]]:
     """Make a function that evaluates a language model on every held-out set."""
-    # A process reads only the rows of its own devices.
 
     def make(rows: HeldoutRows) -> Callable[[Params], dict[str, float]]:
         return placed_evaluator(

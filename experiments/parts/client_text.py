@@ -63,12 +63,9 @@ class ClientTextConfig(TextDataConfig):
 class ClientText(OnClientsMesh, LanguageModelExperiment):
     """A transformer trained by FedAvg on clients' documents, or adapters of one.
 
-    With `mesh.clients=-1`, a round uses the largest number of devices that divides the cohort.
-
     Attributes:
         data: the text.
-        cohort: the clients of a round and their local training. An example is a row of
-            `data.seq_len` tokens of one client.
+        cohort: the clients of a round and their local training. An example is a row of tokens.
         optimizer: the clients' optimizer. It starts anew in every round, so a schedule counts the
             local steps of a round.
         server: the server optimizer.
@@ -154,7 +151,7 @@ class ClientText(OnClientsMesh, LanguageModelExperiment):
         fitted = self._fit(mesh, trainable, rounds)
         rounds.chunk_size = fitted.cohort.at_once
 
-        # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
+        # Lazy: `fedpax plan` compiles for devices that cannot hold data.
         @functools.cache
         def evaluate_heldout() -> Callable[[Params], dict[str, float]]:
             if heldout is None:

@@ -51,8 +51,7 @@ class _Clients(NamedTuple):
 class OwnExamples:
     """All clients in parts of similar sizes: a small client is not padded to the largest.
 
-    The `model`s of a part are in memory together. A part has a multiple of `multiple` clients,
-    absent ones included.
+    A part has a multiple of `multiple` clients, absent ones included.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ INPUTS = "table.json"
 HELD_OUT_BY = "held_out_by"
 """The entry that says by what held-out images are chosen; files of earlier versions lack it."""
 
-# Settings of what is saved. The settings of files and of held-out parts may change.
+# Settings of files and of held-out parts may change.
 _SETTINGS = ("label", "task", "columns", "max_categories", "category_clients", "standardize")
 
 
@@ -246,8 +245,8 @@ def with_own_models(
     make_by_client: Callable[[], Callable[[Any], ClientMetrics]],
 ) -> Run:
     """Evaluate clients' own models in a run, and make a model for each cluster if there are any."""
-    # The further metrics have the prefix `personal_`. A method with clusters has no single shared
-    # model: all of its metrics come from the own models.
+    # A method with clusters has no single shared model: all of its metrics come from the own
+    # models.
 
     means, by_client = functools.cache(make_means), functools.cache(make_by_client)
 

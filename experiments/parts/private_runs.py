@@ -77,7 +77,7 @@ def check_private(experiment: PrivateRun) -> None:
 def check_noise_is_kept(former: AggregatorConfig, new: AggregatorConfig) -> None:
     """Check that a resumed private run has the noise that it began with.
 
-    Its accountant counts all rounds of the run with one noise multiplier.
+    Its accountant has one noise multiplier.
     """
     accountant, before = configured_accountant(new), configured_accountant(former)
     if accountant is None:

@@ -225,7 +225,7 @@ class TablesOverSites(FedAvgFiles):
     def _check_question(self, numeric: Sequence[Treatment], scaling: Scaling) -> None:
         """Refuse a question that would tell more than means and mean squares of numbers.
 
-        Values that are clipped to chosen bounds would tell single values.
+        Means of values clipped to chosen bounds tell single values.
         """
         known = {t.name: t for t in (*self.data.treatments_of(self.opened), self.data.number_label)}
         for place, treatment in enumerate(numeric):

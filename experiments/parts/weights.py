@@ -117,8 +117,6 @@ def write_huggingface(
     end_of_document: str | None,
 ) -> None:
     """Write config.json, safetensors and the tokenizer's files."""
-    # If the transformer scales its embeddings, the embedding table is written with the scale, and
-    # the output projection by itself.
     weights = config.weights
     original = weights if weights is not None and Path(weights).is_dir() else None
     huggingface.save(

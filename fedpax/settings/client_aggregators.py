@@ -106,8 +106,8 @@ class AggregatorConfig(FunctionSettings):
 
     def for_statistics(self, seed: int, num_clients: int) -> StatisticsAggregator:
         """Make the aggregator of a run for its means and variances."""
-        # They are few numbers, sent once: they are not compressed, and a clipping norm that follows
-        # a quantile stays at its first value.
+        # Few numbers, sent once, are not compressed; a clipping norm that follows a quantile keeps
+        # its first value.
         settings: Any = self
         fields = {field.name for field in dataclasses.fields(self)}
         if {"codec", "num_levels"} & fields:
@@ -174,8 +174,7 @@ class AggregatorConfig(FunctionSettings):
 def aggregator(function: str | Callable[..., Aggregator], **settings: Any) -> AggregatorConfig:
     """Configure an aggregator, for the field `aggregator` of an experiment.
 
-    The command line of an experiment with the field `aggregator: AggregatorConfig =
-    aggregator("mean")` takes `--aggregator=krum --aggregator.num_byzantine=2`.
+    The command line then takes `--aggregator=krum --aggregator.num_byzantine=2`.
 
     Args:
         function: the name of an aggregator, or a function of one's own that returns an
@@ -237,9 +236,8 @@ def _compressed_mean(  # noqa: D417, --help shows the arguments that it states
         rotated: whether a random rotation comes before the codec.
         error_feedback: whether the part of an update that is not sent is added to the next update.
             With sampled clients, the residual of one client is added to the update of another.
-            "sign" and "top_k" are biased and need it to converge. "e3m0" is biased too, but
-            Streaming DiLoCo uses it without error feedback. "terngrad" and "uniform" below 5 bits
-            are too inexact for it.
+            "sign" and "top_k" need it to converge. "terngrad" and "uniform" below 5 bits are too
+            inexact for it.
 
     Raises:
         ValueError: a number is out of range, the codec does not use it, or the codec cannot have

@@ -179,8 +179,7 @@ class MethodConfig(FunctionSettings):
 def method(function: str | Callable[..., FederatedAlgorithm], **settings: Any) -> MethodConfig:
     """Configure a method, for the field `method` of an experiment.
 
-    The field of an own experiment is one line, `method: MethodConfig = method("fedavg")`. The
-    command line then takes `--method=scaffold --method.option=I`.
+    The command line then takes `--method=scaffold --method.option=I`.
 
     Args:
         function: the name of a method, or a function of one's own with the arguments `loss_fn`,

@@ -57,17 +57,16 @@ class CohortConfig(CheckedConfig):
     Attributes:
         size: number of clients in a round.
         max_steps: largest number of local steps of a client in a round. Default None: no limit.
-        chunk_size: number of clients that a device runs at once. With 1, a client runs only its
-            own steps. With more, every client of a chunk takes as long as the longest: clients of
-            similar size share a chunk. "auto" is 1 on CPU and for adapters. On GPU and TPU it is
-            the number of clients whose training fits in a sixteenth of the chip's memory, or in
-            1 GiB if that is more.
+        chunk_size: number of clients that a device runs at once. With 1, a client runs only its own
+            steps. With more, every client of a chunk takes as long as the longest. "auto" is 1 on
+            CPU and for adapters. On GPU and TPU it is the number of clients whose training fits in
+            a sixteenth of the chip's memory, or in 1 GiB if that is more.
         sampling_probability: probability that a client joins a round, independently of others
             (Poisson sampling); `size` is then the largest number of clients. Default None: a round
             has `size` clients.
         seed: random seed of a simulated population, the cohorts, the order of each client's
             examples, and what the aggregator draws; `data.partition` of files has its own. Noise
-            from a known seed protects nobody: it is a simulation.
+            from a known seed protects no client.
     """
 
     group = "cohort"
@@ -305,7 +304,6 @@ class NaturalPopulation(PopulationConfig):
 
     def make(self, source: Source, seed: int) -> Partition:
         """Group the examples by client."""
-        # A source without `client_starts`, or another field, takes one pass over the source.
         del seed
         check_has_fields(
             source,

@@ -23,15 +23,7 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 class FunctionSettings(CheckedConfig):
     """The settings of one of several functions; the base of classes that are made from functions.
 
-    The fields of such a class are the arguments of its function that are numbers, texts or choices.
-    Their types and defaults are from the signature, and the texts of `--help` from the docstring.
-    The function checks them.
-
-    Attributes:
-        function: the function.
-        group: such as "method": the flag that chooses the function.
-        given: arguments of functions that an experiment gives, with values to check settings with.
-        defaults: default values of settings that a function requires, by the function's name.
+    Its fields are the arguments of a function that are numbers, texts or choices.
     """
 
     function: ClassVar[Callable[..., Any]]
@@ -122,8 +114,7 @@ class FunctionSettings(CheckedConfig):
 def documented_by(*functions: Callable[..., Any]) -> Callable[[Class], Class]:
     """Take the texts of a configuration's fields from the arguments that they set.
 
-    A field without a text in the docstring of its class has the text of the first function with an
-    argument of this name. A default of the function that the field does not have is left out.
+    A default that the field does not have is left out.
     """
 
     def document(class_: Class) -> Class:
@@ -144,7 +135,7 @@ def documented_by(*functions: Callable[..., Any]) -> Callable[[Class], Class]:
 def passes_on(*functions: Callable[..., Any], sets: Collection[str]) -> Callable[[Made], Made]:
     """Give a function with `**arguments` the types, defaults and texts of the arguments it passes.
 
-    It passes all arguments of `functions` but those that it `sets` itself.
+    It passes all arguments of `functions` but those of `sets`.
     """
 
     def decorate(made: Made) -> Made:

@@ -33,8 +33,7 @@ class OptimizerConfig(CheckedConfig):
         name: the optimizer, one of optax's. optax 0.2.8 has neither Shampoo nor SOAP.
         learning_rate: peak learning rate.
         schedule: shape of the learning rate after the warmup: "cosine", "linear", "constant", "wsd"
-            (warmup-stable-decay) or "warm_restarts"; formulas in
-            `fedpax.settings.optimizer_settings.OptimizerConfig.learning_rate_schedule`.
+            (warmup-stable-decay) or "warm_restarts".
         warmup_steps: steps of the linear warmup from 0 to the peak.
         final_lr_ratio: lowest learning rate of the schedule divided by the peak. The schedule
             "constant" ignores it.
@@ -159,9 +158,8 @@ class OptimizerConfig(CheckedConfig):
 
 def muon_dimension_numbers(logical_axes: chex.ArrayTree | None) -> chex.ArrayTree:
     """Find the input and output axes of each parameter that is a matrix, for Muon."""
-    # The axis "embed" is one side of the matrix, all other axes together are the other side. Axes
-    # along which matrices are stacked belong to neither. Embeddings and norms are not matrices in
-    # this sense; Muon updates them by Adam.
+    # The axis "embed" is one side of the matrix, all other axes but the stacked ones are the other.
+    # Muon updates embeddings and norms by Adam.
     if logical_axes is None:
         raise ArgumentError(
             "optimizer.name='muon' needs the logical axes of the parameters to find the matrices, "
@@ -208,8 +206,7 @@ def warm_restarts(
         eta = final + (peak - final) (1 + cos(pi T_cur / T_i)) / 2.
 
     Reference:
-        Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts,
-        arXiv:1608.03983, equation 5. The paper anneals after each batch, as here.
+        Loshchilov and Hutter, arXiv:1608.03983, equation 5.
     """
     starts, lengths = [0], [first_cycle]
     while starts[-1] + lengths[-1] < num_steps:

@@ -86,7 +86,6 @@ class FilesConfig(CheckedConfig):
                 "data.files has {split}. Name all files with *, and hold out with "
                 "--data.heldout_fraction."
             )
-        # These have other meanings in `load`: all examples, and the columns that are read.
         fields = {k: v for k, v in vars(self).items() if k not in ("heldout_fraction", "columns")}
         fields["types"] = parse_types("--data.types", self.types)
         return open_client_files(

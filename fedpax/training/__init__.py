@@ -1,13 +1,12 @@
 """Training: experiments, the loop that trains them, and evaluation.
 
 - Experiments: an `Experiment` is a configuration, with a `TrainingConfig`, whose `build` returns a
-  `Run`, with its `Shardings`. `StoredParams` and `with_frozen_argument` begin from, or train
-  beside, parameters that are read from a folder.
-- Training: `train` (short form: `fedpax.train`) returns a `TrainingResult`. `read_metrics` reads
-  the log of a run, and `select` chooses lines of it.
-- Evaluation: `evaluator` and `placed_evaluator` make `Run.evaluate`; `evaluate_by_client` has a
-  value of each metric for each client, as have `ClientMetrics`, which `Run.evaluate_clients`
-  returns.
+  `Run`, with its `Shardings`. `StoredParams` and `with_frozen_argument` are for parameters from a
+  folder.
+- Training: `train` (short form: `fedpax.train`) returns a `TrainingResult`. `read_metrics` and
+  `select` read its log.
+- Evaluation: `evaluator` and `placed_evaluator` make `Run.evaluate`; `evaluate_by_client` makes
+  `ClientMetrics`.
 - Metrics of methods: `with_exchanged_bytes`, and for simulated time `TimedSchedule`,
   `ScheduledRounds` and `with_virtual_seconds`.
 """

@@ -80,8 +80,7 @@ def check_same_data(
     cohorts: CohortStream, heldout: Callable[[], Mapping[str, str]] | None = None
 ) -> dict[str, str]:
     """Check that the processes have the same data; return the fingerprint of the training data."""
-    # With other files under the same name, each process would leave out most of its documents. With
-    # one process, nothing is compared.
+    # With other files under the same name, each process would leave out most of its documents.
     data_fingerprint = fingerprint(cohorts)
     if jax.process_count() > 1:
         every = {} if heldout is None else {f"{k}, held out": text for k, text in heldout().items()}

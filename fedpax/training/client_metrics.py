@@ -86,9 +86,9 @@ def classification_by_client(
     labels: Int[np.ndarray, " examples"],
     clients: EvaluatedClients,
 ) -> ClientMetrics:
-    """Measure a classifier on the examples of each client, as `fedpax evaluate` does for tables.
+    """Measure a classifier on the examples of each client.
 
-    `auc` counts ties half, and `average_precision` is without interpolation.
+    `auc` counts ties half; `average_precision` is not interpolated.
 
     Args:
         logits: the model's outputs.
@@ -105,8 +105,7 @@ def classification_by_client(
         [1.0, nan]
 
     Reference:
-        Guo et al., On Calibration of Modern Neural Networks, arXiv:1706.04599, section 2
-        (`calibration_error`).
+        Guo et al., arXiv:1706.04599, section 2 (`calibration_error`).
     """
     logits = np.asarray(logits, np.float64)
     shifted = logits - logits.max(axis=1, keepdims=True)
@@ -142,7 +141,7 @@ def regression_by_client(
     errors = np.asarray(predictions, np.float64) - labels
     count = clients.sum(np.ones(len(labels)))
     squared = clients.sum(errors**2)
-    # Around the mean of all labels first: float64 then suffices for labels far from 0.
+    # Around the mean of all labels, for labels far from 0.
     centered = labels - labels.mean() if len(labels) else labels
     first, second = clients.sum(centered), clients.sum(centered**2)
     deviation = second - _divide(first**2, count)
@@ -250,7 +249,7 @@ def _weighted_auc(
     clients: LabelWeights,
 ) -> Float64[np.ndarray, " clients"]:
     """Return the AUC of `_classes_auc` for examples that are weighted by label."""
-    # An AUC is a mean over pairs of examples of two classes, so the weights act on pairs of labels.
+    # An AUC is a mean over pairs of examples of two classes.
     labels, classes = np.asarray(labels), probabilities.shape[1]
     shares = np.zeros((len(clients.names), classes))  # of the weights of each label
     counts = np.bincount(labels, minlength=clients.weights.shape[1])

@@ -297,8 +297,7 @@ def state_shardings(
     """Derive the shardings of a state from the shardings of the parameters."""
     # The compiler cannot infer them: zeros of a new optimizer state do not depend on the
     # parameters. A leaf belongs to a parameter if its path ends with the parameter's path and its
-    # last axes are the parameter's, or some rows of them. Axes of participants in front of them are
-    # sharded too.
+    # last axes are the parameter's, or some rows of them.
     known = _specs_of_parameters(params, params_shardings)
     divides = placement in mesh.shape and num_participants % mesh.shape[placement] == 0
 

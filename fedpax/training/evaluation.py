@@ -35,9 +35,8 @@ def evaluator(
 ) -> Callable[[Params], dict[str, float]]:
     """Make a function that evaluates a model on a fixed list of batches.
 
-    Participants split the batches, so the mesh that trains a model also evaluates it. Every metric
-    is the mean over all batches, weighted by the sum of a batch's `mask`, or without one by its
-    number of examples; `"tokens"`, as of `transformer_loss`, is the sum.
+    Every metric is the mean over all batches, weighted by the sum of a batch's `mask`, or without
+    one by its number of examples; `"tokens"`, as of `transformer_loss`, is the sum.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
@@ -90,8 +89,8 @@ def placed_evaluator(
 ) -> Callable[[Params], dict[str, float]]:
     """Make a function that evaluates a model on batches that are divided among participants.
 
-    Batches are arrays `[participants, steps, batch, ...]`, of which a process needs its devices'
-    blocks (`fedpax.data.LocalRows`). A batch of weight 0 adds nothing.
+    Batches are arrays `[participants, steps, batch, ...]` or `fedpax.data.LocalRows`. A batch of
+    weight 0 adds nothing.
     """
 
     @jax.jit
@@ -109,7 +108,7 @@ def placed_evaluator(
             ) -> dict[str, jax.Array]:
                 batch, weight = batch_and_weight
                 _, metrics = loss_and_metrics(loss_fn, params, batch)
-                # Padding repeats a batch with weight 0: its metrics, even NaN, must add nothing.
+                # Padding of weight 0 must add nothing, even NaN.
                 scales = {TOKENS: jnp.float32(1)}
                 return {
                     name: jnp.where(weight > 0, scales.get(name, weight) * jnp.float32(value), 0)
@@ -141,8 +140,7 @@ def evaluate_by_client(
 ) -> Callable[[Params], dict[str, np.ndarray]]:
     """Make a function that evaluates a model on the examples of each client.
 
-    Examples are evaluated one by one, in batches of one size over all clients: `loss_fn` sees no
-    padding. A metric must be a mean over examples, as a loss is.
+    A metric must be a mean over examples, as a loss is.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`, for batches of one
@@ -153,8 +151,7 @@ def evaluate_by_client(
 
     Returns:
         A function `params -> metrics`: `"loss"` and the metrics of `loss_fn`, float64 `[clients]`;
-        NaN for a client without an example. `Run.evaluate` may return them beside a scalar loss:
-        `metrics.jsonl` then has their quantiles.
+        NaN for a client without an example.
 
     Raises:
         TypeError: an array is not numbers.

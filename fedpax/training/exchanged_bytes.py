@@ -11,7 +11,7 @@ from fedpax.algorithm import FederatedAlgorithm, Metrics, Params, State
 from fedpax.clients.cohort import Cohort
 
 # The length of a loop over arrivals is in its schedule, not in the compiled text. Its collectives
-# also belong to a simulation: a server exchanges values with the participants that arrive alone.
+# belong to a simulation.
 
 UPLOADED_BYTES = "uploaded_bytes"
 """Name of the metric: bytes of the updates that participants send to the server in a round."""
@@ -31,8 +31,7 @@ def with_exchanged_bytes(
 ) -> FederatedAlgorithm:
     """Report `uploaded_bytes` and `broadcast_bytes` of each round, sums over all participants.
 
-    Where the compiled round leaves its bytes unknown, the training loop logs the upload of one
-    participant: the operand of an all-reduce.
+    The training loop logs these where the compiled round leaves its bytes unknown.
 
     Example:
         >>> import optax

@@ -40,8 +40,8 @@ def with_frozen_argument(
 ) -> FederatedAlgorithm:
     """Make an algorithm whose round takes the frozen values of its loss as an argument.
 
-    Its `round(state, cohort, frozen)` reads `Run.frozen`; the inner steps of its `parts`, if any,
-    take these values as their last argument.
+    Its `round(state, cohort, frozen)` reads `Run.frozen`; inner steps of its `parts` take them
+    last.
     """
 
     def round_with_frozen(
@@ -74,8 +74,7 @@ class Shardings(NamedTuple):
         params: a `NamedSharding`, or a tree of them that is a prefix of the parameters' structure.
         cohort: the same for the leaves of a cohort, such as `P("clients")`.
         state: the shardings of the algorithm's state. Default None: derive them from the
-            parameters' shardings. A function `derived -> shardings` overrides some: it returns the
-            derived tree, or a prefix of it, such as
+            parameters' shardings. A function `derived -> shardings` overrides some, such as
             `lambda derived: derived._replace(table=NamedSharding(mesh, P("clients")))`.
     """
 
@@ -89,44 +88,39 @@ class Run(NamedTuple):
 
     Attributes:
         algorithm: the method.
-        init: `key -> params`, new parameters; traced under `jit`. (`algorithm.init` makes the
-            state from them.)
+        init: `key -> params`, new parameters; traced under `jit`.
         cohorts: the training data, one cohort per round.
-        evaluate: `params -> {"loss": ..., ...}`, metrics on held-out data: Python floats, arrays of
-            one number, or vectors with a value for each client, of which quantiles are logged
-            (`fedpax.training.evaluation.evaluate_by_client`).
+        evaluate: `params -> {"loss": ..., ...}`, metrics on held-out data: floats, arrays of one
+            number, or vectors with a value for each client, of which quantiles are logged.
         mesh: the mesh that is set while the run is traced and executed.
-        items_per_round: tokens or examples that all participants together train on per round.
+        items_per_round: tokens or examples of all participants in a round.
         placement: `"clients"` or `"islands"`, also the mesh axis of the logged
             `bytes_across_placement`.
         shardings: the shardings of parameters, cohorts and state. Default None: each device holds
-            the whole model, and the mesh axis with the placement's name, if any, shards the
-            participants of a cohort.
+            the whole model, and the mesh axis of the placement shards cohorts.
         item_unit: the unit of `items_per_round`.
-        cohort_shapes: a cohort's shapes and dtypes, a tree of `jax.ShapeDtypeStruct`, to compile
-            the round without data (`fedpax plan`). Default None: unknown without data.
+        cohort_shapes: a tree of `jax.ShapeDtypeStruct`, to compile the round without data
+            (`fedpax plan`). Default None: unknown.
         flops_per_item: floating-point operations of the model per item, forward and backward,
-            without recomputation. With them and the chips' peak, the run reports its model FLOPs
-            utilization (MFU). Default None: unknown.
-        flops_convention: what these count, in words that are printed with the MFU.
-        initial: the initial parameters, if they are read from a folder; a run that resumes does not
-            read them again. Default None: make them by `init`.
-        frozen: values that the round does not change, such as the model below adapters. The round
-            is then `(state, cohort, frozen)` (`with_frozen_argument`). Default None: none.
-        whole_model: `params -> parameters of the whole model`, where `params` are a part of them,
-            such as adapters. Default None: `params` are the whole model.
-        compiler_options: options of the compiler for the round, by name, such as
-            `fedpax.parallel.overlap_options(mesh)`. Default None: the compiler's defaults.
-        evaluate_state: `state -> metrics`, further metrics of the evaluations in training, such as
-            of clients' own models. Default None: none.
-        evaluate_clients: `params -> metrics of each client` on its held-out data, for
-            `fedpax evaluate --by_client`. Default None: the held-out data have no clients.
+            without recomputation. Default None: no model FLOPs utilization (MFU) is reported.
+        flops_convention: what these count, printed with the MFU.
+        initial: the initial parameters, if they are read from a folder. Default None: make them by
+            `init`.
+        frozen: values that the round does not change, the last argument of the round
+            (`with_frozen_argument`). Default None: none.
+        whole_model: `params -> parameters of the whole model`, such as adapters merged. Default
+            None: `params` are the whole model.
+        compiler_options: options of the compiler, such as `fedpax.parallel.overlap_options(mesh)`.
+            Default None: the defaults.
+        evaluate_state: `state -> metrics`, further metrics of evaluations. Default None: none.
+        evaluate_clients: `params -> metrics of each client`, for `fedpax evaluate --by_client`.
+            Default None: the held-out data have no clients.
         evaluate_own_models: `state -> metrics of each client` of the clients' own models. Default
             None: clients have no own models.
         heldout_fingerprint: `() -> texts by data set`, which identify the held-out data: processes
-            of a job compare them at the start. Default None: they are not compared.
-        notes: lines that are printed when the run starts.
-        cautions: the notes that an evaluation prints too, such as the number of filled values.
+            of a job compare them. Default None: none are compared.
+        notes: lines to print at the start.
+        cautions: the notes that an evaluation prints too.
     """
 
     algorithm: FederatedAlgorithm
@@ -197,8 +191,7 @@ class Experiment(abc.ABC):
     """A configuration that can be built into a run; the base class of every experiment.
 
     A subclass is a frozen dataclass. Its fields are numbers, strings, booleans, `None`, tuples and
-    frozen dataclasses of these, so that the command line can override them and `config.json` can
-    store them. A function without arguments that returns an experiment gives it its name.
+    frozen dataclasses of these, which the command line can override and `config.json` can store.
 
     Attributes:
         training: the settings of the training loop.
@@ -225,14 +218,11 @@ class Experiment(abc.ABC):
         return self
 
     def sharded_sizes(self) -> Sequence[ShardedSize]:
-        """Return the sizes that axes of the mesh divide, from which `make_mesh` chooses the mesh.
-
-        Default: none; the mesh is made as it is stated.
-        """
+        """Return the sizes that axes of the mesh divide, from which `make_mesh` chooses."""
         return ()
 
     def make_mesh(self) -> Mesh:
-        """Make the mesh of all available devices: stated sizes, and sizes that follow from them.
+        """Make the mesh of all available devices.
 
         Raises:
             MeshSizeError: the sizes do not fit the devices; the message names a field to change.
@@ -244,8 +234,7 @@ class Experiment(abc.ABC):
     def write_model(self, folder: Path, params: Params, exp: str) -> None:
         """Write the model of a checkpoint to a new folder, for other programs.
 
-        By default the folder gets an Orbax checkpoint, `params`, and the experiment's
-        `config.json` without paths of this machine.
+        By default an Orbax checkpoint, `params`, and `config.json` without paths of this machine.
 
         Args:
             folder: the new folder.
@@ -269,16 +258,13 @@ class Experiment(abc.ABC):
         del folder
 
     def read_inputs(self, folder: Path) -> None:
-        """Read what `write_inputs` wrote in the run's folder, if it did, before `build`.
-
-        A model keeps the inputs that it was trained with, also on other data.
-        """
+        """Read what `write_inputs` wrote in the run's folder, if it did, before `build`."""
         del folder
 
     def check_resumable(self, former: Self) -> None:
         """Check that a run of another configuration can continue with this one. By default it can.
 
-        `former` is the run's configuration, which differs in fields that are allowed to change.
+        `former` is the run's configuration.
         """
         del former
 
@@ -286,6 +272,5 @@ class Experiment(abc.ABC):
     def build(self) -> Run:
         """Build the model, the data, the algorithm and the mesh that the configuration describes.
 
-        Read data when they are first used, not here: then `fedpax plan` works on a machine that
-        does not have the data.
+        Read data when they are first used, not here: then `fedpax plan` works without them.
         """

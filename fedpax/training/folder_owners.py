@@ -59,7 +59,6 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             check_links(folder)
-            # Another name of the file is harmless until the file is changed, below.
             self._file = open_unlinked(self._path, os.O_RDWR | os.O_CREAT, other_names=True)
         except OSError as error:
             self._remove_created()
@@ -121,10 +120,9 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
 class CheckpointDir(AbstractContextManager["CheckpointDir"]):
     """The folder of the checkpoints of a run that trains in another folder; a context manager."""
 
-    # It has the form of a run's folder: a process with an empty folder resumes from it. A bucket
-    # has no locks: `owner.json` names the run that may write, and is rewritten while this run
-    # lives. The time of one request between its check and a completed checkpoint is not guarded. A
-    # former owner in the same run's folder is dead, as that has a lock.
+    # A bucket has no locks: `owner.json` names the run that may write, and is rewritten while this
+    # run lives. The time of one request between its check and a completed checkpoint is not
+    # guarded. A former owner in the same run's folder is dead, as that has a lock.
 
     def __init__(self, folder: Path, job_log_dir: Path) -> None:
         self._folder, self._job_log_dir = folder, job_log_dir

@@ -17,7 +17,7 @@ from fedpax.training.experiment import Experiment
 SECONDS_BETWEEN_LINES = 10.0
 
 
-# From the widest to the narrowest; a terminal shows the first that it can show whole.
+# A terminal shows the first that it can show whole.
 _LAYOUTS = (
     "{desc}: {percentage:3.0f}%|{bar}| {count} [{elapsed}<{remaining}, {rate_fmt}{values}]",
     "{desc}: {count} [{elapsed}<{remaining}{values}]",
@@ -53,8 +53,7 @@ class _Bar(tqdm):
 
     @staticmethod
     def _free_columns(state: Mapping[str, Any]) -> int:
-        # Without a size, as in some containers, a terminal is taken as the usual one. Some
-        # terminals begin a new line once the last column is written.
+        # Some terminals begin a new line once the last column is written.
         return int(state["ncols"] or 80) - 1
 
     def __str__(self) -> str:

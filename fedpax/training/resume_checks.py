@@ -246,7 +246,7 @@ def _changes(folder: Path, old: Experiment, new: Experiment) -> dict[str, str]:
     for path in WITHOUT_EFFECT:
         changes.pop(path, None)
     if new.training.rounds > old.training.rounds:
-        # A checkpoint may have been deleted since then, because it was damaged.
+        # A damaged checkpoint may have been deleted.
         lines = read_log(folder, last_rounds).lines
         finished = max(
             latest_round(folder) or 0, *(x["round"] for x in select(lines, "training")), 0

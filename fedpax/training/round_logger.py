@@ -56,7 +56,7 @@ class RoundLogger:
         self._goodput = clock
         self._history = history
         self._utilization = utilization
-        # Bytes per round can differ between processes: they depend on the number of devices.
+        # Bytes per round depend on the number of devices.
         self._before = [line for line in metrics.kept if line["kind"] == "training"][-1:]
         self._items_per_round = items_per_round
         self._bytes_across_placement = bytes_across_placement
@@ -168,7 +168,7 @@ class RoundLogger:
 
     def check_state(self, round_number: int, state: State, check: FiniteCheck) -> None:
         """Check that the state is finite before it is saved."""
-        # A run that neither stops nor rolls back prints a line once, and saves the state.
+        # A run that neither stops nor rolls back prints a line once.
         path = check.find(state)
         if path is None:
             return

@@ -92,7 +92,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._resources = ExitStack()
         self._read_metrics()
         self._open_data()
-        # Before the compilation, which takes long: these folders can be missing or damaged.
+        # Before the long compilation: these folders can be missing or damaged.
         initial = None if self.done or self._run.initial is None else self._run.initial.load()
         if self._rounds is None:
             self._compile()
@@ -212,7 +212,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
 
     def _is_changed(self) -> bool:
         """Return whether a change of the configuration since the checkpoint was allowed."""
-        # An earlier process, from before a roll back or a kill, can have been allowed to make it.
+        # An earlier process can have been allowed to make it.
         saved = self._checkpoints.restore_position().configuration
         now = self._configuration
         fields = (saved.keys() | now.keys()) - {"training"}
@@ -374,8 +374,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def _roll_back(self, spike: Spike) -> None:
         """Return to a checkpoint before a spike, and leave out the cohorts up to the spike."""
         self._checkpoints.wait()
-        # A signal saves after other rounds too. Its checkpoint is the last choice: a run must not
-        # depend on signals.
+        # The checkpoint of a signal is the last choice: a run must not depend on signals.
         scheduled = last_due_before(spike.round, *self._saving_periods)
         to = self._checkpoints.delete_after(scheduled)
         self._clock.lose_since(to)

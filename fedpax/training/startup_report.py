@@ -68,10 +68,7 @@ def announce(
 def describe_aggregator(
     run: Run, state: Any, metrics: Collection[str], participants: int
 ) -> tuple[str, ...]:
-    """Describe what a round's aggregator does that its user has to know, whoever made the run.
-
-    `state` may be abstract; `metrics` are names, and `participants` is their number in a round.
-    """
+    """Describe what a user has to know of a round's aggregator; `state` may be abstract."""
     lines = list[str]()
     is_told = any("epsilon" in line for line in run.notes)  # by an experiment that knows more
     if "noise_stddev" in metrics and "epsilon" in metrics and not is_told:

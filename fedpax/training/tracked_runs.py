@@ -1,7 +1,4 @@
-"""Runs at the servers of experiment trackers: Weights & Biases, MLflow and trackio.
-
-Functions here may wait for a server, and raise if it cannot be reached.
-"""
+"""Runs at the servers of experiment trackers: Weights & Biases, MLflow and trackio."""
 
 import contextlib
 import io

@@ -83,29 +83,22 @@ def train(
 ) -> TrainingResult:
     """Train an experiment in a folder, or resume the run that the folder holds.
 
-    The folder gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`. A run that is
-    killed at any moment resumes from its last checkpoint, and its final parameters equal the
-    parameters of an uninterrupted run bit by bit. SIGTERM and Ctrl-C save after the current round.
+    A run that is killed at any moment resumes from its last checkpoint, and its final parameters
+    equal the parameters of an uninterrupted run bit by bit. SIGTERM and Ctrl-C save after the
+    current round.
 
-    `goodput.json` has the use of the wall time, `exports/` the exported models, and `profile/` the
-    profiles that were asked for.
-
-    Throughput includes each round and the wait for its cohort, but not compilation, evaluation and
-    saving. `input_wait_fraction` is an upper bound on the fraction of this time in which the
-    devices were idle because the next cohort was not ready.
+    Throughput includes the wait for cohorts, but not compilation, evaluation and saving.
+    `input_wait_fraction` is an upper bound on the idle fraction.
 
     Args:
         experiment: the experiment.
-        job_log_dir: the run's folder, which every process sees. With `training.checkpoint_dir`,
-            processes can have their own folders.
+        job_log_dir: the run's folder, which every process sees unless `training.checkpoint_dir` is
+            set.
         exp: the experiment's name on the command line, recorded in `config.json`.
         allow_config_change: as of `fedpax.train`.
-        participant_states: how to make the states that participants keep between rounds, such as
-            islands' inner optimizers, when the run resumes with another number of participants:
-            "average" or "copy" (`fedpax.checkpoints.resize_weights`). The model and the state of
-            the outer optimizer always come from the checkpoint.
-        membership: the part of this process in an elastic job (`fedpax train --elastic`). Default
-            None: there is no such job.
+        participant_states: how to make participants' states when the run resumes with another
+            number of participants: "average" or "copy" (`fedpax.checkpoints.resize_weights`).
+        membership: the part of this process in an elastic job (`fedpax train --elastic`).
 
     Returns:
         The progress. `fedpax.checkpoints.saved_state.load_params` loads the model.
@@ -343,7 +336,7 @@ def _stopped(job: TrainingJob, reason: str, remedy: str) -> str:
 
 def begin_from(run: Run, job_log_dir: str | None) -> Run:
     """Give a run the model of another run as its initial parameters."""
-    # The method begins anew: optimizer, schedule and position in the data are a new run's.
+    # Optimizer, schedule and position in the data are a new run's.
     if job_log_dir is None:
         return run
     source = f"training.begin_from={job_log_dir}"

@@ -35,27 +35,24 @@ class TrainingConfig(CheckedConfig):
         keep_every: rounds between checkpoints that are kept forever, beside the newest ones; these
             rounds are saved even if `checkpoint_every` does not divide them. 0: keep none.
         export_every: rounds between exports of the model to `exports/ROUND` in the run's folder, as
-            `fedpax export` writes it; these rounds, and the last one, are saved and exported while
-            the training continues. 0: none.
+            `fedpax export` writes it; these rounds, and the last one, are saved. 0: none.
         keep_best: a held-out metric, such as "loss" or "accuracy". The model of its best evaluation
-            is saved and kept, beside the newest checkpoints: `load_params(folder, best=True)` and
-            `--round=best` read it. Smaller values are better if the name ends with `loss`,
-            otherwise larger ones; `min:NAME` and `max:NAME` state it. None: keep no best model.
+            is kept: `load_params(folder, best=True)` and `--round=best` read it. Smaller values are
+            better if the name ends with `loss`, otherwise larger ones; `min:NAME` and `max:NAME`
+            state it. None: keep no best model.
         stop_after: number of evaluations in a row without improvement of `keep_best`, or of the
             loss, after which the run stops. 0: train all rounds.
         checkpoint_dir: the folder of the checkpoints, the exports and copies of the configuration
-            and the metrics, such as `gs://BUCKET/FOLDER`. A run with an empty folder resumes from
-            it. None: the run's folder.
+            and the metrics, such as `gs://BUCKET/FOLDER`. None: the run's folder.
         seed: seed of the initial parameters.
         begin_from: the folder of another run with the same model. The run begins from the model of
             its newest checkpoint. None: from new parameters.
         stop_on_non_finite: stop with an error when the loss or the state is NaN or infinite.
-        on_spike: what to do when the loss of a round spikes, which means that it is not finite, or
-            `spike_deviations` robust standard deviations above the median of the last
-            `spike_window` rounds. "skip" tests the state in each round too, and "roll_back" before
-            it is saved. "ignore": count it. "skip": discard the round's update. The
-            devices keep the former state, so they need memory for both. "roll_back": return to the
-            newest checkpoint before it and continue with the data after it.
+        on_spike: what to do when the loss of a round is not finite, or `spike_deviations` robust
+            standard deviations above the median of the last `spike_window` rounds. "ignore": count
+            it. "skip": discard the round's update, with memory for both states, each of which is
+            tested too. "roll_back": return to the newest checkpoint before it and continue with the
+            data after it.
         spike_window: number of losses that a loss is compared with; the round just before is not
             one of them. Until that number is reached, only a loss that is not finite is a spike.
         spike_deviations: deviations above the median; a deviation is 1.4826 times the median

@@ -19,8 +19,7 @@ class TimedSchedule(NamedTuple):
     """The schedule of a round, and when the round ends."""
 
     schedule: chex.ArrayTree  # the method's schedule, such as `fedpax.clients.ArrivalOrder`
-    # float32 `[participants]`, the second of simulated time at which the round ends, the same for
-    # all of them
+    # float32 `[participants]`, the simulated second at which the round ends, the same for all
     seconds: Float[jax.Array | np.ndarray, " participants"]
 
 

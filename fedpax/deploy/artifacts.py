@@ -56,17 +56,14 @@ def export_stages(
 ) -> Artifact:
     """Write stages to a folder that `fedpax.deploy.runtime` runs with JAX and NumPy alone.
 
-    The folder holds the client's function of each stage, the merge and the fold of terms, and the
-    server's parts as exports of JAX (`.jax`), the client's also as StableHLO (`.stablehlo`).
-    `manifest.json` lists messages, files with their sha256, versions, and the last day of use. The
-    same program gives the same files.
+    The folder holds exports of JAX (`.jax`), the client's also as StableHLO (`.stablehlo`), and
+    `manifest.json`. The same program gives the same files.
 
     Args:
         stages: the stages, as `fedpax.stages` makes them.
         folder: a new or an empty folder.
         platforms: the platforms to export for. Default `("cpu",)`.
-        not_after: the last day of use. Default None: in 180 days, since JAX promises to read
-            exports for about six months.
+        not_after: the last day of use. Default None: in 180 days; JAX promises six months.
 
     Returns:
         The artifact, loaded from the folder.
@@ -254,8 +251,7 @@ _CUSTOM_CALL = re.compile(r"stablehlo\.custom_call @([\w.$-]+)")
 def inspect_round(folder: str | Path) -> str:
     """Describe exported stages: messages, FLOPs and temporary bytes of a participant, obstacles.
 
-    Custom calls, such as callbacks into Python, and arrays of unknown size are obstacles for
-    devices without JAX.
+    Custom calls and arrays of unknown size are obstacles.
 
     Raises:
         ArtifactError: the folder is damaged, foreign, of a newer format, or past its last day.
@@ -331,8 +327,7 @@ def _abstract(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-# ---- unique keys for runtimes whose sort is not stable: IREE 3.13.0 drops `is_stable`, and its
-# bubble sort swaps each pair for which the comparison is false, such as equal keys
+# ---- unique keys for runtimes whose sort is not stable: IREE 3.13.0 drops `is_stable`
 
 
 def with_unique_keys(fn: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

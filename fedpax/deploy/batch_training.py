@@ -280,7 +280,7 @@ def _program(loss_fn: LossFn, num_clients: int, by_client: bool) -> Callable[...
                 batch = {**batch, MASK: batch[MASK].astype(jnp.float32)}
                 weight = jnp.sum(batch[MASK])
                 _, metrics = loss_and_metrics(loss_fn, params, batch)
-                # A batch of padding may have NaN as its metrics.
+                # Padding may have NaN as its metrics.
                 sums = {
                     name: jnp.where(weight > 0, weight * jnp.asarray(x, jnp.float32), 0)
                     for name, x in metrics.items()

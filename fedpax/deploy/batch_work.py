@@ -83,8 +83,7 @@ class EachClient(NamedTuple):
 class BatchWork(NamedTuple):
     """What each process of a job needs, to be pickled.
 
-    `noise_key` makes a repeated round equal. `data` has the name and leaf of each own value that is
-    data; `states`, by `PARTICIPANT` and `CLIENT`, the names of kept values, at first `first`.
+    `states` has the names of kept values by `PARTICIPANT` and `CLIENT`.
     """
 
     job: str
@@ -147,7 +146,6 @@ class BatchWork(NamedTuple):
                 yield "members", (i, client, encode_values({**decode_values(kept), **new}))
                 continue
             for owner, key in ((PARTICIPANT, i), (CLIENT, client)):
-                # What no result replaces stays.
                 states = {name: new.get(name, own[name]) for name in self.states[owner]}
                 if states and key >= 0:
                     yield f"states {owner}", (key, encode_values(states))

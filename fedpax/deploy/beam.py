@@ -45,23 +45,22 @@ def run_beam(
 ) -> list[Any]:
     """Run rounds of a program on Apache Beam, in one pipeline.
 
-    The server's results take the place of its arguments in the next round, as in
-    `round(state, cohort) -> (state, metrics)`. States of participants stay in the pipeline: a row
-    of a client store with its client, others with the participant of their number. All answer, or
-    the pipeline fails.
+    The server's results replace its arguments in the next round, as in
+    `round(state, cohort) -> (state, metrics)`. States of participants stay in the pipeline. All
+    answer, or the pipeline fails.
 
     Args:
         program: a function decorated with `fedpax.program`, such as the `round` of an algorithm.
             Its last argument is the data of the participants.
         *args: its other arguments: arrays.
-        clients: opens the clients in each process: a function without arguments, which is pickled.
-            `fedpax.data.cohort_rounds` and `fedpax.deploy.EachClient` make clients.
+        clients: a function without arguments, which is pickled, that opens the clients in each
+            process (`fedpax.data.cohort_rounds`, `fedpax.deploy.EachClient`).
         rounds: number of rounds.
-        first_round: number of the first round, for jobs that continue others.
+        first_round: number of the first round.
         flags: flags of the pipeline, such as `["--runner=FlinkRunner", ...]`. Default: Beam's
             FnApiRunner in this process.
-        folder: a folder that all workers reach, such as one in a bucket. Default None:
-            `--temp_location`, or a temporary folder for runners on this machine.
+        folder: a folder that all workers reach. Default None: `--temp_location`, or a temporary
+            folder for runners on this machine.
         block_size: number of clients whose data a worker reads at once. Default None: as many as
             have 32 MB, at most 64.
 
@@ -96,7 +95,7 @@ def run_beam(
     parent = _folder(folder, options)
     opened = clients()
     check_clients(opened)
-    # Types alone: the stages have no mesh, whichever arrays the arguments are.
+    # Types alone: the stages have no mesh.
     divided = stages(program, *jax.tree.map(_type, args), opened.shapes)
     leaves: list[Any] = jax.tree.leaves(args)
     check_program("run_beam", divided, len(leaves), rounds)
@@ -168,7 +167,7 @@ class _Job:
     ) -> None:
         self.pipeline, self.work, self.where = pipeline, work, where
         self.rounds, self.size, self.differing = rounds, size, differing
-        # Pickled once: each step of each round has the name of the file alone.
+        # Pickled once: each step has the name of the file alone.
         path = FileSystems.join(where, "work")
         _write(path, beam.coders.CloudpickleCoder().encode(work._replace(noise_key=b"")))
         self.step = functools.partial(functools.partial, _do, path, work.noise_key)

@@ -1,6 +1,6 @@
 """Arrays by name as bytes: the messages of engines, and states in files.
 
-It imports nothing else of fedpax. Nothing is unpickled.
+Nothing is unpickled.
 """
 
 import json

@@ -32,11 +32,7 @@ class _Value(NamedTuple):
 
 
 def check_compiled(artifact: Artifact, stage: int, module: Path, command: str) -> None:
-    """Compare the results of a compiled stage with JAX's, for several numbers of steps.
-
-    Floats are drawn from [0, 1), masks are mostly true, arrays of integers are 0 and 1, and an
-    integer scalar is the draw's number.
-    """
+    """Compare the results of a compiled stage with JAX's, for several numbers of steps."""
     messages = artifact.manifest["stages"][stage]
     given = [_Value("index", "index", [], "int32")] + [
         _Value(kind, v["name"], v["shape"], v["dtype"])

@@ -21,9 +21,8 @@ _TARGETS = {
 def compile_client(folder: str | Path, out: str | Path, *, target: str = "host") -> None:
     """Compile the participant's part of each stage of exported stages by IREE.
 
-    Writes for each stage `client_N.vmfb` and `client_N.json`, its messages, which
-    `fedpax.deploy.iree_client` runs. Each stage is also compiled for this machine, and compared
-    with JAX: IREE can change a program without an error.
+    Writes `client_N.vmfb` and `client_N.json`, which `fedpax.deploy.iree_client` runs. Each stage
+    is also compiled for this machine, and compared with JAX.
 
     Args:
         folder: a folder that `export_stages` wrote.

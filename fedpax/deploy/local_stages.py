@@ -39,8 +39,8 @@ def run_local(
         stages: the stages, as `fedpax.stages` makes them.
         *args: the arguments of the program, all of them arrays.
         participants: the participants that answer. The others keep their states. Default None: all.
-        processes: number of processes to which the participants are dealt, which run the exported
-            stages. Default None: all run in this process.
+        processes: number of processes that run the exported stages. Default None: this process runs
+            them.
 
     Returns:
         The result of the program.
@@ -187,7 +187,6 @@ class ParticipantProcesses(AbstractContextManager["ParticipantProcesses"]):
 def _start() -> Iterator[socket.socket]:
     """Start a process, which ends when its connection is closed."""
     here, there = socket.socketpair()
-    # It imports from the same places as this process.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with there:
         process = subprocess.Popen(
@@ -251,7 +250,7 @@ def run_out_of_core(
 ) -> list[Any]:
     """Run rounds of a program, with the data of one chunk of participants read at a time.
 
-    It is `fedpax.out_of_core(program, chunk_size)` in a loop.
+    It is `fedpax.out_of_core` in a loop.
 
     Args:
         program: a function decorated with `fedpax.program`, such as the `round` of an algorithm.
@@ -331,7 +330,6 @@ class _RoundLeaf:
         if rows is not Ellipsis:
             start, stop, _ = rows.indices(self.shape[0])
             return np.asarray(self._read(start, stop)[self._place])
-        # For a leaf of all participants, such as their numbers, the other leaves are read too, and
-        # dropped.
+        # For a leaf of all participants, the other leaves are read too.
         size, total = self._chunk_size, self.shape[0]
         return np.concatenate([self[i : min(i + size, total)] for i in range(0, total, size)])

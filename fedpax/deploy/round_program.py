@@ -55,9 +55,7 @@ class Settings(NamedTuple):
 class RoundProgram(NamedTuple):
     """A program that `read_program` has read and checked.
 
-    `names` has the values of the state by `"server"` and `"own"`, the results that replace the
-    server's by `"carried"`, and the paths in a cohort by `"cohort"`. `program` is the sha256 of
-    all.
+    `names` has values by `"server"`, `"own"`, `"carried"` and `"cohort"`; `program` is a sha256.
     """
 
     artifact: Artifact

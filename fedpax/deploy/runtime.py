@@ -109,8 +109,8 @@ class Artifact:
             The server's results, without what participants keep.
 
         Raises:
-            ArtifactError: an argument is missing, or a reply counts a participant that is unknown,
-                or twice.
+            ArtifactError: an argument is missing, or a reply counts an unknown participant, or one
+                twice.
         """
         values = self.begin(arguments)
         terms: Sequence[Any] = ()

@@ -255,8 +255,7 @@ def rows_on_this_process(state: State, participants: Sequence[int]) -> set[int]:
 class HostCopies:
     """This process's copies of the state, in a folder in the host's memory."""
 
-    # Processes are at most a round apart: with two copies they have one round in common. Copies of
-    # other jobs are not read.
+    # Processes are at most a round apart: with two copies they have one round in common.
 
     def __init__(self, folder: Path, job: str, keep: int = 2) -> None:
         self._folder, self._job, self._keep = folder, job, keep

@@ -121,11 +121,10 @@ LONGEST_REASON = 2000
 class ControlChannel(AbstractContextManager["ControlChannel"]):
     """A connection of process 0 with each other process, beside the devices; a context manager."""
 
-    # Unlike a collective, the channel does not wait for earlier programs. If a process ends without
-    # closing its channel, or is silent, every other process calls `on_end`, in a thread; after an
-    # error, five seconds later, unless it has closed its own. All processes must make the channel
-    # at the same point of their programs. `jax.distributed` aborts processes 50 to 100 seconds
-    # after one is silent: the channel waits for 40.
+    # If a process ends without closing its channel, or is silent, every other process calls
+    # `on_end`, in a thread; after an error, five seconds later, unless it has closed its own. All
+    # processes must make the channel at the same point. `jax.distributed` aborts processes 50 to
+    # 100 seconds after one is silent: the channel waits for 40.
 
     def __init__(self, on_end: Callable[[str], None], silence: float = 40.0) -> None:
         self._on_end, self._silence = on_end, silence

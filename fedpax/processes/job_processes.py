@@ -50,7 +50,7 @@ def find_job_processes(environment: Mapping[str, str] | None = None) -> JobProce
     slurm = all(environment.get(name) for name in SLURM)
     if slurm:
         job = int(environment["SLURM_JOB_ID"])
-        # As in jax.distributed: the last 4,096 ports, which few programs use.
+        # As in jax.distributed.
         port = environment.get("JAX_COORDINATOR_PORT") or str(job % 4096 + 61440)
         # node7 or node[007-012,20] or node7,other3
         first = re.match(r"([^,\[]+)(?:\[(\d+))?", environment["SLURM_STEP_NODELIST"])
@@ -81,14 +81,13 @@ def find_job_processes(environment: Mapping[str, str] | None = None) -> JobProce
     return JobProcesses(address, int(count), int(process), source)
 
 
-# A process sends and receives one line of JSON, so that bytes of another program are recognized.
+# One line of JSON: bytes of another program are recognized.
 GREETING = "fedpax roll call 1"
 SECONDS_TO_TALK = 2.0
 
 
 def call_roll(processes: JobProcesses, timeout: float) -> None:
     """Wait until all processes of a job have connected, or raise a `JobProcessesError`."""
-    # A process with another count, or the number of another process, raises at once.
     deadline = time.monotonic() + timeout
     if processes.process_id == 0:
         if processes.num_processes > 1:

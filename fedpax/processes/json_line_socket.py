@@ -111,8 +111,7 @@ def greetings(
     server: socket.socket, deadline: float, seconds: float
 ) -> Generator[tuple[socket.socket, JsonLine], None, None]:
     """Accept connections until `deadline`; yield each one, left open, with its message."""
-    # A slow connection delays no other, and is closed after `seconds`. The message is {} for a line
-    # of something else.
+    # A slow connection delays no other. The message is {} for a line of something else.
     waiting: dict[socket.socket, _FirstLine] = {}  # the oldest first
     server.setblocking(False)
     with contextlib.ExitStack() as stack:

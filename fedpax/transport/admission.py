@@ -29,7 +29,7 @@ class SiteLimits(NamedTuple):
     """What a site may send; beyond it the site is muted, and in the end expelled.
 
     Attributes:
-        messages_per_minute: messages, 60 seconds' worth of them at once.
+        messages_per_minute: messages, of which all may come at once.
         bytes_per_minute: the same for bytes of arrays.
         mute_after: malformed messages in an hour after which each further one mutes the site.
         mute_seconds: seconds for which a malformed message mutes.
@@ -50,8 +50,8 @@ NO_LIMITS = SiteLimits()
 class Admission:
     """Decides whether a message of a site is handled."""
 
-    # A site is the name of its certificate. Without certificates it is the name that a message
-    # claims: malformed messages then mute and expel no site, as a stranger could send them.
+    # Without certificates, a site is a name that a message claims: malformed messages then mute and
+    # expel no site, as a stranger could send them.
 
     def __init__(
         self,

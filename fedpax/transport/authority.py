@@ -65,7 +65,7 @@ def make_authority() -> Authority:
     """Make an authority with its own key."""
     key = ec.generate_private_key(ec.SECP256R1())
     public = key.public_key()
-    # A random part: each authority has its own name, so that errors can tell them apart.
+    # A random part, so that errors can tell authorities apart.
     name = _subject(f"fedpax authority {os.urandom(6).hex()}")
     expires = now() + datetime.timedelta(days=AUTHORITY_DAYS)
     builder = (
@@ -132,9 +132,7 @@ def fingerprint(public: CertificatePublicKeyTypes) -> str:
 class Issued(NamedTuple):
     """The certificates of an authority.
 
-    Attributes:
-        names: the names, and how they got a certificate: by "names" or by "request".
-        keys: the names by the fingerprints of their keys, as far as the list has them.
+    Names have "names" or "request", how they got a certificate; keys are fingerprints.
     """
 
     names: Mapping[str, str]

@@ -13,8 +13,7 @@ from typing import Any
 class CallPool(concurrent.futures.ThreadPoolExecutor):
     """Threads that each handle one call, and end a call of a silent peer if another call waits."""
 
-    # A silent peer could occupy all threads. Therefore, if a call finds no free thread, the call
-    # that has waited longest for its peer is ended.
+    # A silent peer could occupy all threads: without a free one, the longest wait is ended.
 
     def __init__(self, max_calls: int) -> None:
         super().__init__(max_calls, "fedpax-call")

@@ -176,16 +176,14 @@ def serve(
 ) -> MessageServer:
     """Serve messages: call `handler` for each, in threads, and send its result back."""
     # With certificates, `admission` is asked before a message is read. If `handler` raises another
-    # exception than `RefusedError`, it is logged, and the peer gets a `DisconnectedError`. A
-    # function for `max_message_bytes` returns the limit of the next message. Memory for received
-    # messages is at most `max_calls * max_message_bytes`, of a site with a certificate
-    # `max_calls_per_site * max_message_bytes`, and grows as bytes arrive. If all places for calls
-    # are taken, a new call ends the one that has waited longest for its peer: `max_calls` must be
-    # twice the number of honest peers' calls at a time. Connections take at most half of the files
-    # that the process may open, a number that the server raises to the system's limit. The server
-    # closes a connection without a call for two minutes, with a handshake of more than 10 seconds,
-    # or whose peer does not answer a ping, sent after `keepalive` seconds without traffic, within
-    # three times as long.
+    # exception than `RefusedError`, it is logged, and the peer gets a `DisconnectedError`. Memory
+    # for received messages is at most `max_calls * max_message_bytes`, of a site with a certificate
+    # `max_calls_per_site * max_message_bytes`. If all places for calls are taken, a new call ends
+    # the one that has waited longest for its peer: `max_calls` must be twice the number of honest
+    # peers' calls at a time. Connections take at most half of the files that the process may open.
+    # The server closes a connection without a call for two minutes, with a handshake of more than
+    # 10 seconds, or whose peer does not answer a ping, sent after `keepalive` seconds without
+    # traffic, within three times as long.
     grpc = import_grpc()
     check_address("address", address, certificates, any_port=True)
 

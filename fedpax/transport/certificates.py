@@ -167,7 +167,7 @@ def sign_request(
     replace: bool = False,
 ) -> SignedRequest:
     """Sign the request of a site, which holds the private key."""
-    # The certificate allows to connect, and not to serve: a site cannot pose as the coordinator.
+    # It does not allow to serve: a site cannot pose as the coordinator.
     check_days(days)
     name, public = _check_request(Path(request))
     authority = Path(authority)
@@ -182,7 +182,7 @@ def sign_request(
         )
     certificate = issuer.issue(name, public, days, only_connects=True)
     with new_folder(Path(out)) as temporary:
-        # The list comes first: a certificate that is not in it could be given twice.
+        # First: a certificate that is not in the list could be given twice.
         record_issued(authority, {name: certificate}, "request")
         write_files(temporary, {AUTHORITY_FILE: issuer.certificate, CERTIFICATE_FILE: certificate})
     return SignedRequest(name, key, certificate.not_valid_after_utc)

@@ -81,7 +81,7 @@ def decode(chunks: Iterable[bytes], max_bytes: int) -> Message:
     total, received = sum(len(part) for part in memory), 0
     part, filled = 0, 0
     for body in bodies:
-        # All but the last one are full: a peer cannot send bytes one by one, each with a checksum.
+        # A peer cannot send bytes one by one, each with a checksum.
         if not len(body) or len(body) != min(CHUNK_BYTES, total - received):
             raise MessageError(
                 f"the message has a chunk of {len(body)} bytes after {received} of {total} bytes, "

@@ -1,7 +1,4 @@
-"""Flower: the rounds of a program on Flower's simulation, and on its SuperLink and SuperNodes.
-
-The process of a message forwards it, without JAX, to the worker of its node.
-"""
+"""Flower: the rounds of a program on Flower's simulation, and on its SuperLink and SuperNodes."""
 
 from __future__ import annotations
 
@@ -43,20 +40,18 @@ def server_app(program: str | Path | Experiment, **settings: Any) -> Any:
 
             - rounds: number of rounds. Default: the experiment's number.
             - seed: seed of the initial parameters. Default: the experiment's seed.
-            - quorum: the fewest participants that must answer. Default 0: all.
-            - enough: the round ends once this many have answered (over-selection). Default 0: all.
-            - deadline: seconds after which a round ends if `quorum` have answered. Default 0: none.
+            - quorum: the fewest answers of a round. Default 0: all.
+            - enough: answers after which a round ends (over-selection). Default 0: all.
+            - deadline: seconds after which `quorum` answers suffice. Default 0: none.
             - wait: seconds to wait for nodes. Default 600.
             - secure: mask the terms, so that the server sees their sum alone. Default False.
-            - secure-protocol: "fedpax", the protocol of `fedpax.secure_sums`, or "secagg+",
-              Flower's own (`fedpax.deploy.flower.secagg`), which also runs in a simulation. Default
-              "fedpax".
+            - secure-protocol: "fedpax", the default, or "secagg+", Flower's own, which also runs in
+              a simulation.
             - secure-bound: the largest absolute value of a term in floats for SecAgg+. Default 64.
-            - out: folder of the result, on the machine of the SuperLink. Default: a folder of the
-              run in `~/.fedpax/flower/results`.
-            - resume: continue the run in `out`, if there is one; its participants keep their
-              states. Default False.
-            - print-results: write all results of the last round to the log, as JSON. Default False.
+            - out: folder of the result, on the machine of the SuperLink. Default: a folder in
+              `~/.fedpax/flower/results`.
+            - resume: continue the run in `out`. Default False.
+            - print-results: log all results of the last round as JSON. Default False.
 
     Returns:
         A `flwr.serverapp.ServerApp`.
@@ -86,7 +81,7 @@ def client_app(program: str | Path | Experiment, load_data: LoadData | str) -> A
     Args:
         program: the same as the server's.
         load_data: loads the data of this node (`fedpax.deploy.nodes.node.LoadData`), a function of
-            a module, or its name `"module:function"`, which is then imported only by the worker.
+            a module, or its name `"module:function"`.
 
     Returns:
         A `flwr.clientapp.ClientApp`.

@@ -183,7 +183,7 @@ def _lives(process: int) -> bool:
         return False
     except PermissionError:
         return True
-    # In a container without an init process, a process that has ended can stay as a zombie.
+    # Without an init process, an ended process can stay as a zombie.
     status = Path(f"/proc/{process}/stat")
     try:
         return status.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"

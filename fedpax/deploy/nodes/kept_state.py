@@ -1,7 +1,4 @@
-"""The state that a participant keeps on the disk of its node between rounds.
-
-A participant returns to the state of the last round that counted it.
-"""
+"""The state that a participant keeps on the disk of its node between rounds."""
 
 import hashlib
 import json

@@ -278,7 +278,7 @@ def _checked_cohort(cohort: Any) -> Cohort:
     return cohort
 
 
-# ---- the private sums that a participant has been part of: as many as epsilon is stated for
+# ---- the private sums that a participant has been part of
 
 ROUNDS_FIELD = "private-rounds"
 """The setting of a node that allows another number of rounds."""

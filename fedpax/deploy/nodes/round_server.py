@@ -60,11 +60,7 @@ class SecureSum(Protocol):
 
 
 class Rules(NamedTuple):
-    """When a round ends. `quorum` and `enough` are participants, 0: all; times are in seconds.
-
-    Once `enough` have answered, it ends, or with `quorum` at the `deadline`. `wait` is for nodes,
-    at the start and if fewer than `quorum` are connected.
-    """
+    """When a round ends: with `enough` answers, or with `quorum` at `deadline` seconds; 0: all."""
 
     quorum: int = 0
     enough: int = 0
@@ -78,7 +74,7 @@ _WAIT_FOR_ALL = Rules()
 class ServerPosition(NamedTuple):
     """Where a run is: what continues it on another server.
 
-    `counted` is for each participant the last round that counted it, as `Packet` values name it.
+    `counted` is for each participant the last round that counted it.
     """
 
     round: int

@@ -60,10 +60,9 @@ class _StoreRows(NamedTuple):
 class RowChanges:
     """The rows that the next checkpoint of a run writes: those whose fingerprints changed.
 
-    Checkpoints are numbered from 0, which has all rows. The parent of checkpoint n is n without its
-    lowest bit that is 1, and n has the rows that changed since. So a row is read from one of at
-    most 1 + log2(n) checkpoints, and a change is written at most that often. A checkpoint of more
-    than `LARGEST_PART` of a store has all rows, and is number 0 again.
+    Checkpoint 0 has all rows. The parent of checkpoint n is n without its lowest 1 bit, and n has
+    the rows that changed since. So a row is read from one of at most 1 + log2(n) checkpoints. A
+    checkpoint of more than `LARGEST_PART` of a store is number 0 again.
     """
 
     def __init__(self) -> None:
@@ -144,8 +143,7 @@ def _take(
 class StateParts:
     """The parts of a run's state in its checkpoints.
 
-    `params` is the model, where the state computes it; `rows` the client stores' rows that changed
-    since the parent. Without `rows`, `state` has them.
+    `rows` has the stores' rows that changed since the parent. Without it, `state` has them.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -92,8 +92,7 @@ SECONDS_BETWEEN_LOOKS = 0.2
 class Exports(AbstractContextManager["Exports"]):
     """A thread that writes the model of some checkpoints to `exports/ROUND`; a context manager."""
 
-    # After a kill the next process writes the folder again: until then the run keeps the
-    # checkpoint.
+    # After a kill the next process writes the folder again, from the checkpoint.
 
     def __init__(
         self,
@@ -204,8 +203,7 @@ def write_orbax(folder: Path, params: Params) -> None:
             checkpointer.save(literal_path(folder / "params"), params)
         forget_place(folder)
         return
-    # Orbax numbers saves: after one by this process alone, its next save would wait for processes
-    # with another number.
+    # Orbax numbers saves: after one by this process alone, its next save would wait for others.
     arguments = pickle.dumps((folder, jax.tree.map(np.asarray, params)))
     code = (
         "import pickle, sys; from fedpax.checkpoints.exports import write_orbax; "

@@ -24,7 +24,6 @@ from fedpax.extras import LazyModule
 from fedpax.files import replace_file
 from fedpax.run_files.paths import complete_rounds, is_remote
 
-# Import `orbax.checkpoint` at the first use of a name of it: a run's first round needs none.
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 else:
@@ -140,9 +139,8 @@ def literal_path(folder: Path) -> Path:
 def _manager_class() -> "type[ocp.CheckpointManager]":
     class Manager(ocp.CheckpointManager):
         def reached_preemption(self, step: int) -> bool:
-            # Orbax asks JAX about the round of a complete save after the training has asked about a
-            # later one. JAX would take the older one for the newest, and at a SIGTERM agree to stop
-            # after a round that has passed: the run would never stop.
+            # Orbax asks JAX about an older round than the training: at a SIGTERM, JAX would agree
+            # to stop after a round that has passed, and the run would never stop.
             return False
 
     return Manager

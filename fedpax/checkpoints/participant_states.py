@@ -34,9 +34,7 @@ def resize_weights(
 
         W_ij = m |[i / m, (i + 1) / m) intersected with [j / n, (j + 1) / n)|.
 
-    Both divide the interval from 0 to 1 into equal parts, and a new participant averages the saved
-    ones that its part overlaps. Rows sum to 1 and columns to m / n, so the mean over participants
-    is kept, both of the models and of the updates that error feedback has not sent yet.
+    Rows sum to 1 and columns to m / n, so the mean over participants is kept.
 
     "copy" gives new participant i the state of saved participant i mod n. With m < n, the states of
     the last n - m participants are dropped, and the mean changes.
@@ -163,8 +161,7 @@ def saved_struct(
     """Return a leaf with the saved number of participants; itself if the shapes are equal."""
     if has_saved_shape(leaf, saved, path, num_participants, num_saved):
         return leaf
-    # Sharded over the placement's mesh axis if the axis divides their number, so that a device
-    # reads only its share.
+    # Sharded if the axis divides their number: a device reads only its share.
     sharding: Any = leaf.sharding
     axis = tuple(sharding.spec)[:1]
     first = axis[0] if axis and axis[0] is not None else None

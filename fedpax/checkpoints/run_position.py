@@ -66,8 +66,8 @@ def restore_stream(
     stream: CohortStream, saved: Any, *, must_fit: bool, beginning: StreamState | None = None
 ) -> None:
     """Move a stream to a saved position, or to the same round if its settings were changed."""
-    # A stream whose cohorts depend on its settings and the round alone has the round in its state.
-    # Another stream has no position that corresponds to the saved one: it restarts.
+    # A stream without the round in its state has no position that corresponds to the saved one: it
+    # restarts.
     try:
         stream.set_state(saved)
     except ValueError as error:

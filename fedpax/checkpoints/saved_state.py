@@ -35,8 +35,8 @@ def load_params(
     Args:
         job_log_dir: the run's folder, or one in a bucket (`gs://`).
         round_number: the checkpoint's round. Default None: the newest checkpoint.
-        like: the parameters' abstract values, each a `jax.ShapeDtypeStruct` with its sharding; a
-            device then reads only its shard. Default None: return NumPy arrays.
+        like: a tree of `jax.ShapeDtypeStruct` with shardings; a device then reads only its shard.
+            Default None: return NumPy arrays.
         best: load the best model of the run, by its `training.keep_best`, in place of the newest.
 
     Returns:
@@ -198,6 +198,5 @@ def _restore_args(
     check_same_leaves(wanted, stored, step)
     for path, leaf in wanted.items():
         has_saved_shape(leaf, tuple(stored[path].shape), path)  # raises where shapes differ
-    # Shapes need no restore argument: they are equal.
     restore_args = ocp.ArrayRestoreArgs
     return {p: restore_args(sharding=x.sharding, dtype=x.dtype) for p, x in wanted.items()}

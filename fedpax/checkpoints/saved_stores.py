@@ -236,7 +236,7 @@ def _write_on_host(
     return written
 
 
-# The ids of rows, of which -1 is padding, and the rows by the path in a client's state.
+# The ids of rows, -1 for padding, and the rows by path.
 Changed = tuple[Int64[np.ndarray, " changed"], dict[tuple[str, ...], np.ndarray]]
 
 

@@ -1,7 +1,4 @@
-"""The commands of `fedpax`, one per module; `fedpax.main` dispatches to them.
-
-A command is a row of `command_table`, flags of `flag_table`, and the function that executes it.
-"""
+"""The commands of `fedpax`, one per module; `fedpax.main` dispatches to them."""
 
 from fedpax.lazy_names import lazy_names
 

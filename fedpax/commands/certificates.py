@@ -10,7 +10,7 @@ from fedpax.commands.parts.options import did_you_mean_flag, parse
 from fedpax.errors import UsageError
 from fedpax.extras import check_installed
 
-# The flags of each of the three ways of running the command; --out belongs to all of them.
+# The flags of each way of running the command.
 _FLAGS = {
     "names": ("names", "days", "authority"),
     "request": ("request", "name"),

@@ -93,7 +93,6 @@ def _quoted(words: Sequence[str]) -> str:
     return " ".join(shlex.quote(word) for word in words)
 
 
-# Both shells run this function. A flag's values are offered behind its "=" alone.
 _CANDIDATES = """\
 # Print the words that can stand at the cursor: _fedpax_candidates CURRENT_WORD ALL_WORDS...
 _fedpax_candidates() {

@@ -120,8 +120,7 @@ def prepare(arguments: Sequence[str]) -> int:
 
 def partition(arguments: Sequence[str]) -> int:
     """Print how an experiment's clients differ, and draw the picture that is asked for."""
-    # The experiment has a method `read_population`, without arguments, that returns for each client
-    # the indices of its examples, and the label of each example or None.
+    # `read_population` returns the indices of each client's examples, and the labels or None.
     options, fields = parse("partition", arguments)
     picture = output_file("picture", options.picture, ".png")
     experiment = configure(options.exp, fields, command="partition")

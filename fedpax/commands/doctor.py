@@ -1,6 +1,6 @@
 """`fedpax doctor`: what is installed, which devices there are, and what is broken.
 
-It imports no library before it has checked it: a broken one must not stop the report.
+A broken library must not stop the report.
 """
 
 import importlib.metadata

@@ -40,7 +40,6 @@ from fedpax.transforms.stages import stages
 
 def export(arguments: Sequence[str]) -> int:
     """Write a checkpoint's model to a new folder or file, completely or not at all."""
-    # Adapters are merged into the model that they adapt.
     options, fields = parse("export", arguments, needs_exp=False)
     if options.flower and not options.job_log_dir and options.exp:
         experiment = configure(options.exp, fields, command="export --flower")

@@ -24,8 +24,7 @@ from fedpax.models.generation import generate as generate_tokens
 
 def generate(arguments: Sequence[str]) -> int:
     """Print a prompt and its continuation."""
-    # A prompt begins a document, as in the training: the separator stands before it and ends the
-    # continuation. A model with a chat template gets the prompt as a user's message.
+    # A prompt begins a document: the separator stands before it and ends the continuation.
     options, fields = parse("generate", arguments, needs_exp=False)
     saved = read_saved_run("generate", arguments, options, fields)
     experiment = saved.experiment

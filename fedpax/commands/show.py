@@ -27,7 +27,7 @@ from fedpax.training.folder_owners import is_in_use
 
 def show(arguments: Sequence[str]) -> int:
     """Print tables of runs and of the use of their time, and draw the picture that is asked for."""
-    # The runs may be running, finished, stopped or damaged; nothing in their folders changes.
+    # The runs may be running or damaged; nothing in their folders changes.
     options, unknown = parse("show", arguments)
     if unknown:
         raise UsageError(
@@ -44,7 +44,6 @@ def show(arguments: Sequence[str]) -> int:
     picture = output_file("picture", options.picture, ".png")
     folders = list(dict.fromkeys(folder for name in names for folder in _runs_in(name)))
     reports = [report_run(folder) for folder in folders]
-    # Runs of one experiment are told apart by their folders.
     uses = Counter(run.name for run in reports)
     reports = [
         run if uses[run.name] == 1 else run._replace(name=f"{run.name} ({_short(folder)})")

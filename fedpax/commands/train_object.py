@@ -84,17 +84,15 @@ def train(
 ) -> TrainedRun:
     """Train an experiment in a folder, or resume the run that the folder holds.
 
-    It is `fedpax train` for an object, whose class can be from a notebook's cell. On a CPU, the
-    devices of its mesh are simulated, if JAX is not in use yet. Ctrl-C, or a notebook's interrupt,
-    saves after the current round; the same call resumes.
+    On a CPU, the devices of its mesh are simulated, if JAX is not in use yet. Ctrl-C saves after
+    the current round; the same call resumes.
 
     Args:
-        experiment: an instance of a frozen dataclass, a subclass of
-            `fedpax.training.experiment.Experiment`. `dataclasses.replace` changes its fields.
+        experiment: an instance of a frozen dataclass, a subclass of `fedpax.training.Experiment`.
         job_log_dir: the run's folder.
-        allow_config_change: paths of fields that may differ from the folder's configuration, such
-            as `["learning_rate"]`, with all fields below them. Default: only `training.rounds` may
-            grow, once the run is finished.
+        allow_config_change: paths of fields that may differ from the folder's configuration, with
+            all fields below them. Default: only `training.rounds` may grow, once the run is
+            finished.
 
     Returns:
         The final model and metrics.

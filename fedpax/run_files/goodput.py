@@ -43,28 +43,14 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
     | `save` | training waits for a checkpoint |
     | `lost` | the devices computed rounds whose results a kill or a roll back discarded |
 
-    The buckets add up to the wall time of all processes that trained the run, without the time
-    between two processes. Goodput is the fraction of `step`.
-
-    `goodput.json` has the seconds up to now and at each of the newest checkpoints. It is written
-    every ten seconds. The next process moves the time since its checkpoint to `lost`.
+    Goodput is the fraction of `step`. `goodput.json` is written every ten seconds. The next process
+    moves the time since its checkpoint to `lost`.
 
     Args:
         folder: the run's folder.
-        after: the round of the checkpoint from which the run resumes; 0 for a new run. If
-            `goodput.json` lacks its seconds, the last line of `metrics.jsonl` up to this round
-            counts.
+        after: the round of the checkpoint from which the run resumes; 0 for a new run.
         enabled: False writes no file; with several processes only one writes.
         now: returns the time in seconds.
-
-    Example:
-        >>> import tempfile
-        >>> times = iter([0.0, 2.0, 5.0, 6.0])
-        >>> clock = GoodputClock(Path(tempfile.mkdtemp()), now=lambda: next(times))
-        >>> clock.enter("step")  # after 2 seconds of compilation
-        2.0
-        >>> clock.seconds()["step"]
-        3.0
     """
 
     def __init__(

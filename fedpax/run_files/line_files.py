@@ -1,7 +1,6 @@
 """Long files of lines: read in pieces, and stored in parts in a folder where files cannot grow.
 
 A part has the file's name and the position of its first byte, such as `metrics.jsonl.2097152`.
-Parts that the part at 0 does not lead to are leftovers.
 """
 
 import contextlib

@@ -57,8 +57,7 @@ SCALAR_ROUNDS = 2000
 def read_metrics(job_log_dir: str | Path) -> list[dict[str, Any]]:
     """Read the lines of `metrics.jsonl`.
 
-    Each line has `"kind"` and `"round"`. The kinds are `run` (the first line: sizes of the model
-    and of a round), `training` (one per round), `evaluation` and `spike` (one per roll back).
+    The kinds are `run` (the first line), `training`, `evaluation` and `spike` (one per roll back).
     Damaged lines are left out.
 
     Args:
@@ -187,7 +186,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         vectors: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Write one line, and each number as the TensorBoard scalar `kind/name`."""
-        # A number that is not finite is written as `null`, because JSON has no NaN and no infinity.
+        # JSON has no NaN and no infinity.
         if not self._enabled:
             return
         line = {"kind": kind, "round": round_number, **_json_values(values)}

@@ -1,6 +1,6 @@
 """The lines of a run's `metrics.jsonl`, of which long files are read without parsing every line.
 
-First bytes that have the checksum of a checkpoint are whole: of them, only chosen lines are parsed.
+Of bytes with the checksum of a checkpoint, only chosen lines are parsed.
 """
 
 import functools

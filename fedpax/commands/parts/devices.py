@@ -24,8 +24,7 @@ from fedpax.training.experiment import Experiment
 
 def skip_absent_tpus() -> None:
     """Let JAX use the CPU at once where libtpu is installed and there is neither TPU nor GPU."""
-    # libtpu serves plans there. The search for its TPUs takes a second and prints errors, unless
-    # `JAX_PLATFORMS` or `JAX_FORCE_TPU_INIT` in the environment ask for it.
+    # The search for TPUs of libtpu, which serves plans, takes a second and prints errors.
     asked = jax.config.values["jax_platforms"] or "JAX_FORCE_TPU_INIT" in os.environ
     if asked or importlib.util.find_spec("libtpu") is None:
         return
@@ -36,7 +35,7 @@ def skip_absent_tpus() -> None:
 
 def has_tpu(root: Path) -> bool:
     """Return whether the machine may have a TPU: a device file, or a PCI device of Google."""
-    # Google's virtual disks and network cards, which every machine of its cloud has, are left out.
+    # Google's virtual disks and network cards are left out.
     if list(root.glob("dev/accel*")) or list(root.glob("dev/vfio/[0-9]*")):
         return True
     storage_or_network = ("0x01", "0x02")  # classes of the PCI standard
@@ -128,15 +127,8 @@ def num_cores() -> int:
 def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list[str] | None:
     """Return the arguments with which an experiment fits some of its processes; None without.
 
-    The outer axis, the first of islands, clients, data and fsdp with more than one device, gets as
-    many devices as its share of processes; with `islands`, the number of islands changes too. A
-    mesh that takes all devices needs no change: one with an axis of -1, or with sizes that follow
-    from the experiment.
-
-    Example:
-        >>> from fedpax.experiments.diloco_text import diloco_text
-        >>> fit_mesh(diloco_text(), 3, 4)
-        ['--islands=3']
+    The first of islands, clients, data and fsdp with several devices shrinks by the share of
+    processes.
     """
     sizes = _sizes(experiment)
     outer = _outer_axis(sizes)

@@ -144,10 +144,7 @@ def configure(
     *,
     command: str = "train",
 ) -> Experiment:
-    """Make an experiment's configuration and override some of its fields.
-
-    The `--help` of `command` shows the fields.
-    """
+    """Make an experiment's configuration and override some of its fields."""
     if "," in exp:
         raise UsageError(
             f"--exp={exp} names several experiments, expected one. Only `fedpax compare` takes "

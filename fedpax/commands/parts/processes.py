@@ -92,7 +92,7 @@ def join_processes(timeout: float, heartbeat_timeout: int) -> int | None:
 
 
 def _initialize(processes: JobProcesses | None, timeout: float, heartbeat_timeout: int) -> None:
-    # JAX's own timeout aborts the process without a word about the remedy: it comes later.
+    # JAX's own timeout, which names no remedy, comes later.
     initialization_timeout = int(timeout) + 60
     try:
         if processes is None:

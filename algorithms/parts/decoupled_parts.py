@@ -64,8 +64,8 @@ def decoupled_diloco_parts(
         aggregator: merges the outer gradients of a fragment. Default None: `directional_mean`.
         codec: the format of an update on the wire. Default None: float32.
         error_feedback: whether an island adds the codec's error to its next update of the fragment.
-        quorum: K, number of islands that must send a fragment before it is merged; a certificate
-            counts once. Default 1.
+        quorum: K, number of islands that must send a fragment before it is merged; islands of one
+            certificate count once. Default 1.
         grace_seconds: the most seconds that the syncer waits after the quorum. Default 0.0.
         max_steps_ahead: the most inner steps that an island takes after the last merge that it has
             received; then it waits. Default None: 32 S.

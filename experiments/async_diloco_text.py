@@ -77,7 +77,6 @@ class AsynchronousText(TextExperiment):
         shardings: Any = Cohort(resolved.cohort, num_steps=by_island, schedule=by_island)
         shapes = run.cohort_shapes
         assert isinstance(shapes, Cohort)
-        # The islands that arrive, and their steps, differ from round to round.
         tokens = self.data.batch_size * self.data.seq_len
         return run._replace(
             cohorts=ScheduledRounds(run.cohorts, attach),

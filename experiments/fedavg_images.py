@@ -261,7 +261,7 @@ def fedyogi_cifar100() -> FedAvgImages:
     """FedYogi on CIFAR-100 by client, 10 of 500 clients per round. Downloads once.
 
     The settings of the paper: ResNet-18 with group normalization, 11,227,812 parameters. The places
-    of crops differ between the images of a batch, unlike in the authors' code.
+    of crops differ within a batch, unlike in the authors' code.
 
     Reference:
         Reddi et al., arXiv:2003.00295, section 5 and appendix. The crops and the squared weights:

@@ -63,8 +63,6 @@ class RegionsConfig(CheckedConfig):
 class HALoSText(AsynchronousText):
     """Islands that arrive at the server of their region, and regions that exchange models.
 
-    The metric `exchanged_bytes` counts the regions' updates and the global models of a round.
-
     Attributes:
         regions: the method's settings.
     """

@@ -1,9 +1,6 @@
 """Synchronous rounds over sites that train on their own data.
 
-- `site_experiment`: what an experiment offers to run over sites.
-- `run_coordinator`: the process that holds the model and asks the sites (`fedpax syncer`).
-- `take_part`: the process of a site (`fedpax join`).
-- `update_filters`: the updates that a merge drops (`drop_large`, `drop_harmful`).
+`run_coordinator` is the process of `fedpax syncer`, `take_part` of `fedpax join`.
 """
 
 import importlib

@@ -67,9 +67,6 @@ class OpenedSums:
     """The secure sums of a run that a site has helped to open, each with its sites and clients.
 
     The difference of two sums of the same values over different sites is the part of one site.
-
-    Args:
-        path: the file that keeps them. Default None: none does.
     """
 
     def __init__(self, path: Path | None = None) -> None:

@@ -47,10 +47,7 @@ def run_coordinator(
     goodbye_seconds: float = 60.0,
     limits: SiteLimits = NO_LIMITS,
 ) -> SyncerResult:
-    """Run the rounds of an experiment over sites that train on their own data.
-
-    The model is saved before a site receives it: a coordinator that is killed resumes.
-    """
+    """Run the rounds of an experiment over sites that train on their own data."""
     rules = RoundRules() if rules is None else rules
     rules.check()
     _check_heartbeat(heartbeat_seconds, rules.silent_after)
@@ -66,7 +63,7 @@ def run_coordinator(
         exchange = _open_exchange(
             experiment, folder, rules, sites, _read_saved(folder, done), report, heartbeat_seconds
         )
-        # Sites that join keep the run's name, also if this process ends before they agree.
+        # Sites keep the run's name, also if this process ends before they agree.
         write_federation(folder, exchange, exchange.inputs)
         with serving(
             experiment,

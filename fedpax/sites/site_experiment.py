@@ -35,8 +35,7 @@ class ClientRange(NamedTuple):
 class Question(NamedTuple):
     """A program that the coordinator runs over the clients before the first round.
 
-    `SiteExperiment.answer` runs a site's part from `settings`, JSON. Clients' own arguments are
-    types.
+    `SiteExperiment.answer` runs a site's part from `settings`, JSON.
     """
 
     settings: Json
@@ -58,10 +57,10 @@ class CoordinatorRun(NamedTuple):
     """A run as its coordinator sees it, without data.
 
     Attributes:
-        sample: `(round, present) -> clients`, the numbers of a round's clients among those that are
-            present, booleans `[clients]`.
-        initial: the initial parameters, if they are read from a folder.
-        frozen: types of the round's third argument, of which each site has a copy: in no message.
+        sample: `(round, present) -> clients`, the numbers of a round's clients; `present` are
+            booleans `[clients]`.
+        initial: as of `Run`.
+        frozen: types of the round's third argument, which is in no message.
         accountant: tells the epsilon of a site from the number of its private releases.
         batches: types of a batch, `[batch, ...]` for each field. None: what most sites have.
         notes: lines to print at the start.
@@ -84,19 +83,16 @@ class SiteRun(NamedTuple):
     """A run as one of its sites sees it.
 
     Attributes:
-        draw: `(round, clients) -> cohort` of `cohort_size` rows with the batches of some of the
-            site's own clients; other rows have the id -1.
+        draw: `(round, clients) -> cohort` of `cohort_size` rows with batches of own clients; other
+            rows have the id -1.
         evaluate: `params -> means` over the site's `num_heldout` held-out examples.
-        names: names of the site's own clients in the order of their numbers, each once. States are
-            kept under them, so files can be added, removed and reordered.
-        evaluate_personal: `state -> metrics` of each client's own model, from what clients keep.
-        fine_tune: `params -> params`, the local steps of one more round of this site's clients.
-        notes: lines to print.
-        finish: as of `CoordinatorRun`.
+        names: names of the own clients in the order of their numbers, each once; states are kept
+            under them.
+        evaluate_personal: `state -> metrics` of each client's own model.
+        fine_tune: `params -> params`, by one more round of this site's clients.
         heldout_parts: the number of examples of means whose names have a prefix, by prefix.
         label_means: last words of the names of means of labels: of few examples, or of a private
             run, they stay at the site.
-        is_private: whether the aggregator is private.
     """
 
     algorithm: FederatedAlgorithm
@@ -120,8 +116,7 @@ class SiteRun(NamedTuple):
 class SiteExperiment(Protocol):
     """An experiment whose rounds run over sites.
 
-    Attributes:
-        own_fields: paths of the fields that are a site's own, such as the names of its files.
+    `own_fields` are paths of a site's own fields.
     """
 
     own_fields: tuple[str, ...]

@@ -21,8 +21,7 @@ LATE = "it did not answer in time"
 class Attendance:
     """The deadlines that a site has missed, by the kind of the task."""
 
-    # A round that the site was part of takes 1 back. A late answer is in time if the task ended
-    # early.
+    # A round with the site takes 1 back. A late answer is in time if the task ended early.
 
     def __init__(self) -> None:
         self.missed: Counter[str] = Counter()

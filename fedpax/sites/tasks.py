@@ -34,10 +34,10 @@ class Task(NamedTuple):
     """What the coordinator asks of sites.
 
     Attributes:
-        token: names the task; the stages of a round have one token.
-        own: for each site that is asked, its fields and arrays.
-        expected: the types of a reply's arrays; a shape's first None is the number of the site's
-            clients in this task.
+        token: names the task, of all stages of a round.
+        own: fields and arrays of each site that is asked.
+        expected: the types of a reply's arrays; a shape's first None is the site's number of
+            clients.
         coded: the same for a site that sends encoded words: one whose fields have `"coded"`.
         weights: for each array that is a sum of weights, the most that a client weighs.
         weighted: arrays that are divided by a weight, with the name of this weight.

@@ -49,8 +49,8 @@ def drop_large(
 ) -> tuple[Dropped, NormHistory]:
     """Drop the updates of this round whose norm is above `factor` medians of recent norms.
 
-    The median is over the norms of this round and the `window - 1` rounds before it, dropped
-    updates included: a minority of sites cannot move it beyond the norms of the others.
+    The median is over `window` rounds, dropped updates included: a minority of sites cannot move it
+    beyond the norms of the others.
 
     Args:
         norms: the L2 norm of each update, by site.
@@ -121,8 +121,6 @@ def parse_accept_if(text: str) -> AcceptIf:
     Example:
         >>> parse_accept_if("loss+0.01")
         AcceptIf(metric='loss', tolerance=0.01, larger_is_better=False)
-        >>> parse_accept_if("accuracy-0.02").larger_is_better
-        True
     """
     match = _RULE.fullmatch(text.replace(" ", ""))
     if match is None:
@@ -149,11 +147,11 @@ def drop_harmful(
 
     Args:
         sites: the names of the sites with updates.
-        evaluate: returns the metrics of the model that a merge of the updates of some sites makes;
-            without sites, of the present model.
+        evaluate: returns the metrics of a merge of the updates of some sites; without sites, of the
+            present model.
         rule: what is accepted.
-        evaluate_without_each: yields each of some sites, in their order, with the metrics of a
-            merge without its update. Default None: by `evaluate`.
+        evaluate_without_each: yields each of some sites, with the metrics of a merge without its
+            update. Default None: by `evaluate`.
 
     Returns:
         The dropped sites, in the order in which they were dropped. A metric that is not finite is

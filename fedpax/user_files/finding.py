@@ -52,10 +52,7 @@ class DataFile(NamedTuple):
         return self.path.lower().endswith(COMPRESSIONS)
 
     def with_folder_values(self, start: int, stated: Sequence[str]) -> "DataFile":
-        """Add the values of folders such as `day=2026-01-01`, Hive's names of a table's parts.
-
-        Parts of the path before `start`, and folders that match a part of `stated`, are no columns.
-        """
+        """Add the values of folders such as `day=2026-01-01`, Hive's names of a table's parts."""
         folders = PurePosixPath(self.path.replace("\\", "/")).parts[start:-1]
         values = {}
         for folder in folders:

@@ -198,7 +198,6 @@ def find_function(place: str) -> Callable[..., Any]:
     return function
 
 
-# describe_contents: files that hold another format than their suffix says.
 _HEAD = 1 << 12  # bytes
 _SAVE_AS_CSV = "Save it as CSV in UTF-8, or read it with pandas.read_excel and pass the table"
 _SIGNATURES = {
@@ -266,7 +265,6 @@ def describe_contents(file: DataFile) -> str | None:
     return None
 
 
-# LoadOptions: how files become a source, checked and passed on as one value.
 class LoadOptions(NamedTuple):
     """How files become a source; `fedpax.data.load` describes each option."""
 

@@ -240,7 +240,6 @@ def _wide_texts(table: pa.Table) -> pa.Table:
     return table.cast(pa.schema(fields))
 
 
-# memory_table: tables and arrays in Python as Arrow tables; their libraries are not imported.
 def memory_table(data: Any, options: LoadOptions, read: Counter[str]) -> pa.Table | None:
     """Return a table that is in memory, or None if `data` is something else, such as paths."""
     if isinstance(data, Mapping):

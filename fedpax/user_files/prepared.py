@@ -98,8 +98,8 @@ def encode_about(about: dict[str, Any]) -> str:
 class RowGrid:
     """Places the widest tensors of an Arrow file, such as images, on one grid.
 
-    If the distances between rows are multiples of a row's size, one call gathers rows of all
-    batches: unused metadata of such a length is written before each batch.
+    So one call gathers rows of all batches: unused metadata fill the distances to multiples of a
+    row's size.
     """
 
     def __init__(self, schema: pa.Schema, sink: Any) -> None:
@@ -288,8 +288,8 @@ def _map(path: Path) -> pa.Table:
     return ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
-# Records: the numbers, booleans and dates of an example side by side, and then a byte for each
-# column that misses values, 1 where it does.
+# Records: the scalars of an example, then a byte for each column that misses values, 1 where it
+# does.
 #
 # A small client's records are on one page: a round of a large population misses the caches once a
 # client, not once a client and column.

@@ -33,10 +33,7 @@ _LOCK = "lock"  # held by the process that writes the draft
 class Prepared(NamedTuple):
     """What `prepare` has written.
 
-    Attributes:
-        source: the examples, as `fedpax.data.load` opens the folder.
-        skipped: the number of rows that were skipped, by file.
-        first_skipped: the beginning of the first of them, by file.
+    `skipped` counts skipped rows by file, `first_skipped` has the beginning of the first one.
     """
 
     source: TableSource

@@ -45,12 +45,8 @@ Result = TypeVar("Result")
 class Reading:
     """The parts of files as tables of one schema, which later parts can change.
 
-    Attributes:
-        groups: the files that are read at once.
-        schema: the schema of all files, with the columns that paths name.
-        fields: for each group the values of these columns.
-        types: for each file the types of columns that its first part does not have.
-        without_examples: the files among others that `tables` has read and that have no example.
+    `groups` are read at once; `fields` has the values of columns that paths name, `types` of
+    columns that a file's first part lacks.
     """
 
     def __init__(self, selected: Selection, options: LoadOptions, bad_rows: BadRows | None) -> None:

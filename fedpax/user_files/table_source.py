@@ -24,15 +24,8 @@ from fedpax.user_files.row_gatherers import ColumnGatherer, RecordGatherer, Reco
 class TableSource(Source):
     """The examples of an Arrow table, sorted by client if they have clients.
 
-    Attributes:
-        name: what was opened, such as `"hospitals/*.csv"`.
-        table: the examples, a `pyarrow.Table`.
-        stored: the same with the hashes of images, by which images are held out.
-        notes: lines on how images were read.
-        locate: `index -> text`, which names an example by its place in its file, or None.
-        fields: the names of its columns.
-        client: the column that names an example's client, or None.
-        label: the column with the label, or None.
+    `table` is a `pyarrow.Table`; `stored` has the hashes of images, by which images are held out.
+    `locate`, `index -> text`, names an example by its place in its file.
     """
 
     def __init__(

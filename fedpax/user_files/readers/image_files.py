@@ -216,10 +216,7 @@ _CHANGES = {
 def decode_features(
     table: pa.Table, options: ReadOptions, file: str = "the table", first_row: int = 0
 ) -> pa.Table:
-    """Decode the columns of images and of arrays that Hugging Face's metadata names; others stay.
-
-    With `image_size`, any column of encoded images is decoded, unless its type is stated.
-    """
+    """Decode the columns of images and arrays that Hugging Face's metadata names; others stay."""
     features = _features(table.schema)
     for name in options.columns or table.column_names:
         if table.column_names.count(name) != 1:  # an error tells it later

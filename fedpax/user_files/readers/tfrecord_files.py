@@ -1,7 +1,6 @@
 """TFRecords of `tf.train.Example`, read without TensorFlow.
 
-A record is its length (8 bytes), the checksum of the length (4), the content, and the checksum of
-the content (4), in little-endian order.
+A record: length (8 bytes), its checksum (4), content, its checksum (4), little-endian.
 """
 
 import struct
@@ -34,8 +33,7 @@ def read_tfrecord(file: DataFile, options: ReadOptions) -> pa.Table:
 
 def stream_tfrecord(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
     """Read the examples in parts; a part has the types of its own values."""
-    # A group, as Dataset Grouper writes it, is a client without a name: it gets the file's name and
-    # the record's number.
+    # A group of Dataset Grouper is a client: the file's name and the record's number.
     del options
     stem = PurePath(file.path).name.partition(".")[0]
     rows: list[dict[str, Any]] = []

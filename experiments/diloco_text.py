@@ -138,8 +138,7 @@ def diloco_text() -> DiLoCoText:
 def data_parallel_text() -> DataParallelText:
     """Islands of diloco_text that average their gradients at every step: data parallelism.
 
-    The tokens are the same. Of the learning rates 0.006, 0.008 and 0.012, the same one is best as
-    for `diloco_text`.
+    Of the learning rates 0.006, 0.008 and 0.012, the same one is best as for `diloco_text`.
     """
     return DataParallelText(**text_fields(diloco_text()))
 

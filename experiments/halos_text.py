@@ -135,10 +135,6 @@ def with_regional_bytes(algorithm: FederatedAlgorithm) -> FederatedAlgorithm:
 
 
 def halos_text() -> HALoSText:
-    """HALoS: the islands of async_diloco_text in two regions of two, in virtual time.
-
-    After four updates of its islands, a region exchanges models with the global server, which takes
-    5 seconds each way.
-    """
+    """HALoS: the islands of async_diloco_text in two regions of two, in virtual time."""
     base = async_diloco_text()
     return HALoSText(**text_fields(base), trace=base.trace)

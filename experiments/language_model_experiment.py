@@ -70,8 +70,8 @@ class TextDataConfig(CheckedConfig):
         prompt_field: the field with a prompt; the loss is on its answer alone. Default None: text
             is in `field`.
         answer_field: the field with the answer to `prompt_field`.
-        messages_field: the field with a list of chat messages, in place of a prompt and its answer;
-            the loss is on the assistant's messages alone.
+        messages_field: the field with a list of chat messages; the loss is on the assistant's
+            messages alone.
         chat_template: a Jinja file that writes messages as text, or a model's folder. Default None:
             the template beside the tokenizer. Without one, an answer follows its prompt directly.
         tokenizer: "bytes", or the path of a `tokenizer.json` or of a SentencePiece model.

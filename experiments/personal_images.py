@@ -32,8 +32,8 @@ from fedpax.training.experiment import Run
 class PersonalImages(FedAvgImages):
     """An image classifier trained by a method for personal models.
 
-    `personal_loss` and `personal_accuracy` measure the clients' own models. The held-out `loss` and
-    `accuracy` measure the shared model, for HypCluster, which has several, the clients' models.
+    `personal_loss` and `personal_accuracy` measure the clients' own models. `loss` and `accuracy`
+    measure the shared model, for HypCluster the clients' models.
     """
 
     takes_clusters = True

@@ -41,8 +41,7 @@ def pretrain_text() -> Pretraining:
 def pretrain_c4_1b() -> Pretraining:
     """Pretraining of a 1B model on C4 on four chips, as Pax's C4Spmd1BAdam4Replicas.
 
-    13 layers of dimension 2560; 128 rows of 1,024 tokens per step. `data.tokenizer` is the path of
-    a `tokenizer.json` of at most 32,000 tokens.
+    `data.tokenizer` is the path of a `tokenizer.json` of at most 32,000 tokens.
     """
     return Pretraining(
         model=presets.pax_c4_1b(),

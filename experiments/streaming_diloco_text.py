@@ -79,7 +79,7 @@ def streaming_diloco_text() -> StreamingDiLoCoText:
 def streaming_diloco_c4_1b() -> StreamingDiLoCoText:
     """Streaming DiLoCo of the 1B model on C4: diloco_c4_1b in 5 fragments of 4 bits, delay 5.
 
-    The fifth fragment holds the embeddings. A fragment is sent every 20 steps.
+    A fragment is sent every 20 steps.
     """
     return _stream(diloco_c4_1b(), StreamingConfig(fragments=5, delay=5))
 
@@ -87,7 +87,7 @@ def streaming_diloco_c4_1b() -> StreamingDiLoCoText:
 def streaming_diloco_llama_8b() -> StreamingDiLoCoText:
     """Streaming DiLoCo of Llama 3.1 8B: diloco_llama_8b in 5 fragments of 4 bits, delay 5.
 
-    Four fragments of 8 layers, and one of the embeddings. A fragment is sent every 20 steps.
+    A fragment is sent every 20 steps.
     """
     return _stream(diloco_llama_8b(), StreamingConfig(fragments=5, delay=5))
 

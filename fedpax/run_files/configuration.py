@@ -138,7 +138,17 @@ def differences(old: Any, new: Any) -> dict[str, str]:
 
 
 def write_configuration(folder: str | Path, configuration: Any, exp: str) -> None:
-    """Write `config.json`, either completely or not at all."""
+    """Write `config.json`, either completely or not at all.
+
+    Example:
+        >>> import tempfile
+        >>> from fedpax.training.training_config import TrainingConfig
+        >>> training = TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1)
+        >>> folder = tempfile.mkdtemp()
+        >>> write_configuration(folder, training, exp="short")
+        >>> read_configuration(folder) == ("short", training)
+        True
+    """
     content = {"version": VERSION, "exp": exp, "configuration": to_json(configuration)}
     if code := code_hashes(configuration, exp):
         content["code"] = code
@@ -270,6 +280,12 @@ def with_seed(configuration: Configuration, seed: int) -> Configuration:
     """Set every seed of a configuration, whatever group of fields it is in.
 
     A seed is an int, or None, of a field named `seed`, or whose name ends with `_seed`.
+
+    Example:
+        >>> from fedpax.experiments.fedavg_images import fedavg_digits
+        >>> experiment = with_seed(fedavg_digits(), 3)
+        >>> experiment.training.seed, experiment.cohort.seed
+        (3, 3)
     """
     if isinstance(configuration, tuple):
         items = (with_seed(item, seed) for item in configuration)

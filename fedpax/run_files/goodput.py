@@ -34,23 +34,28 @@ Seconds: TypeAlias = dict[Bucket, float]
 class GoodputClock(AbstractContextManager["GoodputClock"]):
     """A clock that counts every second of a run in one bucket; a context manager.
 
-    | bucket | the time in which |
-    |---|---|
-    | `step` | the devices compute rounds |
-    | `input` | the devices wait for the next cohort |
-    | `compile` | the process starts: it builds, restores and compiles |
-    | `evaluate` | the model is evaluated |
-    | `save` | training waits for a checkpoint |
-    | `lost` | the devices computed rounds whose results a kill or a roll back discarded |
+    The buckets, a table in docs/long_runs.md, add up to the wall time of all processes. Goodput is
+    the fraction of `step`.
 
-    Goodput is the fraction of `step`. `goodput.json` is written every ten seconds. The next process
-    moves the time since its checkpoint to `lost`.
+    `goodput.json` is written every ten seconds. The next process moves the time since its
+    checkpoint to `lost`.
 
     Args:
         folder: the run's folder.
-        after: the round of the checkpoint from which the run resumes; 0 for a new run.
+        after: the round of the checkpoint from which the run resumes; 0 for a new run. If
+            `goodput.json` lacks its seconds, the last line of `metrics.jsonl` up to this round
+            counts.
         enabled: False writes no file; with several processes only one writes.
         now: returns the time in seconds.
+
+    Example:
+        >>> import tempfile
+        >>> times = iter([0.0, 2.0, 5.0, 6.0])
+        >>> clock = GoodputClock(Path(tempfile.mkdtemp()), now=lambda: next(times))
+        >>> clock.enter("step")  # after 2 seconds of compilation
+        2.0
+        >>> clock.seconds()["step"]
+        3.0
     """
 
     def __init__(

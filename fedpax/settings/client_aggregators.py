@@ -189,10 +189,6 @@ def aggregator(function: str | Callable[..., Aggregator], **settings: Any) -> Ag
     Example:
         >>> aggregator("krum", num_byzantine=2).num_selected
         1
-        >>> aggregator("trimmed_mean", trim_fraction=0.5)
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentError: aggregator.trim_fraction=0.5: expected a number...
     """
     return AggregatorConfig.configure(function, settings)
 

@@ -194,10 +194,6 @@ def method(function: str | Callable[..., FederatedAlgorithm], **settings: Any) -
     Example:
         >>> method("scaffold", option="I").option
         'I'
-        >>> method("fedprox", mu=-1.0)
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentError: method.mu=-1.0: expected a finite number of at...
     """
     return MethodConfig.configure(function, settings)
 

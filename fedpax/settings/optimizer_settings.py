@@ -45,9 +45,6 @@ class OptimizerConfig(CheckedConfig):
         weight_decay: decoupled weight decay, multiplied by the learning rate, of all parameters,
             scales of norms and embeddings included.
         grad_clip_norm: largest global norm of the gradient; inf disables clipping.
-
-    Raises:
-        ValueError: a number is NaN or out of range.
     """
 
     group = "optimizer"

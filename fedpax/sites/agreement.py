@@ -21,8 +21,7 @@ from fedpax.transforms.stages import Request, drive
 from fedpax.transport.calls import MalformedError
 
 Properties = Mapping[str, str | None]
-"""Properties of a site that must be equal at all sites, in words, by name; None differs from none.
-"""
+"""Properties that must be equal at all sites, in words, by name; None differs from none."""
 
 ABSENT = "absent"
 

@@ -31,9 +31,9 @@ class TrainingConfig(CheckedConfig):
         checkpoint_every: rounds between checkpoints; 0: only after the last round. A run that is
             killed resumes from its last checkpoint.
         keep_checkpoints: number of checkpoints to keep, the newest ones. A run that rolls back also
-            keeps the newest one of `checkpoint_every`, whatever signals have saved after it.
+            keeps the newest one of `checkpoint_every`.
         keep_every: rounds between checkpoints that are kept forever, beside the newest ones; these
-            rounds are saved even if `checkpoint_every` does not divide them. 0: keep none.
+            rounds are always saved. 0: keep none.
         export_every: rounds between exports of the model to `exports/ROUND` in the run's folder, as
             `fedpax export` writes it; these rounds, and the last one, are saved. 0: none.
         keep_best: a held-out metric, such as "loss" or "accuracy". The model of its best evaluation
@@ -59,8 +59,8 @@ class TrainingConfig(CheckedConfig):
             absolute deviation, at least 0.1% of the median.
         spike_limit: number of skipped rounds in a row, or of roll backs to one checkpoint, after
             which the next stops the run with an error.
-        update_norm: add the norm of the change of the server's model to the metrics of each round,
-            as `update_norm`. It can need memory for the former model beside the new one.
+        update_norm: add the norm of the change of the server's model to the metrics of each round.
+            It can need memory for both models.
         profile_at: rounds to profile, `ROUND` or `ROUND:COUNT`, such as "50:3" for rounds 50, 51
             and 52. Default None: none.
         hang_after: seconds without progress in a round after which it hangs: the stacks of all

@@ -29,10 +29,7 @@ class SiteLimits(NamedTuple):
     """What a site may send; beyond it the site is muted, and in the end expelled.
 
     Attributes:
-        messages_per_minute: messages, of which all may come at once.
-        bytes_per_minute: the same for bytes of arrays.
         mute_after: malformed messages in an hour after which each further one mutes the site.
-        mute_seconds: seconds for which a malformed message mutes.
         expel_after: malformed messages in an hour after which the site is expelled.
     """
 

@@ -27,20 +27,7 @@ class CertificateSigner:
 
     So a coordinator that does not have the authority's key cannot pose as a site.
 
-    Args:
-        certificates: the certificate and the key of this site.
-        server: the name by which sites know the coordinator: a certificate of this name is not
-            that of a site. Default "": the certificate of any name can be.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from fedpax.transport.certificates import make_certificates, read_certificates
-        >>> folder = Path(tempfile.mkdtemp()) / "certificates"
-        >>> _ = make_certificates(folder, ["site-1", "site-2"])
-        >>> one, two = (CertificateSigner(read_certificates(folder / f"site-{i}")) for i in (1, 2))
-        >>> proof = one.sign(b"my key")
-        >>> two.check("site-1", b"my key", proof)
+    A certificate of the name `server`, by which sites know the coordinator, is not a site's.
     """
 
     def __init__(self, certificates: Certificates, server: str = "") -> None:

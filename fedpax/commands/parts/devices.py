@@ -127,8 +127,14 @@ def num_cores() -> int:
 def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list[str] | None:
     """Return the arguments with which an experiment fits some of its processes; None without.
 
-    The first of islands, clients, data and fsdp with several devices shrinks by the share of
-    processes.
+    The outer axis, the first of islands, clients, data and fsdp with more than one device, gets as
+    many devices as its share of processes; with `islands`, the number of islands changes too. A
+    mesh that takes all devices needs no change.
+
+    Example:
+        >>> from fedpax.experiments.diloco_text import diloco_text
+        >>> fit_mesh(diloco_text(), 3, 4)
+        ['--islands=3']
     """
     sizes = _sizes(experiment)
     outer = _outer_axis(sizes)

@@ -144,7 +144,10 @@ def configure(
     *,
     command: str = "train",
 ) -> Experiment:
-    """Make an experiment's configuration and override some of its fields."""
+    """Make an experiment's configuration and override some of its fields.
+
+    The `--help` of `command` shows the fields.
+    """
     if "," in exp:
         raise UsageError(
             f"--exp={exp} names several experiments, expected one. Only `fedpax compare` takes "

@@ -142,6 +142,15 @@ def write_app(
 ) -> None:
     """Write the files of a Flower app.
 
+    Args:
+        folder: a new or an empty folder.
+        name: name of the app. Characters that Flower does not take become hyphens.
+        program: the text of `program.json`.
+        settings: the settings of the program.
+        size: number of participants in a round.
+        participants: what they are, such as "clients".
+        prints_results: whether the server writes all results of the last round to its log.
+
     Raises:
         ArgumentError: the program is larger than Flower takes.
     """

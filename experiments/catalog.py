@@ -209,7 +209,7 @@ def _list_own_functions(module: ModuleType, functions: Mapping[str, Callable[...
 
 
 def _find_member(group: str, name: str) -> Callable[[], Experiment]:
-    """Return a function that makes an experiment of a group, with a docstring for `--help`."""
+    """Return a function that makes an experiment of a group."""
     members = find_group(group).experiments
     if name not in members:
         raise UnknownExperimentError(
@@ -247,7 +247,7 @@ def _import_module(exp: str, module_name: str) -> ModuleType:
 
 
 def _import_file(exp: str, path: Path) -> ModuleType:
-    """Import a file as the module of its name, with its folder on the path as for a script."""
+    """Import a file as the module of its name, with its folder on the path."""
     # A file that was edited since is imported again (`fedpax.experiments.catalog`).
     path = path.expanduser().resolve()
     if not path.is_file():

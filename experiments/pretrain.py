@@ -16,7 +16,7 @@ from fedpax.training.training_config import TrainingConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pretraining(DiLoCoText):
-    """A language model trained by one island, or by several that synchronize once per round."""
+    """A language model trained by one island or several."""
 
     def make_algorithm(
         self, loss_fn: LossFn, optimizer: optax.GradientTransformation

@@ -305,7 +305,7 @@ class TextExperiment(LanguageModelExperiment):
         return sharded
 
     def _check_divisibility(self, mesh: Mapping[str, int]) -> None:
-        """Check that mesh axes divide the sizes they shard, so that no devices repeat work."""
+        """Check that mesh axes divide the sizes they shard."""
         microbatches, rows = self.loss.grad_accum_steps, self.data.batch_size
         if rows % microbatches:
             raise ArgumentError(
@@ -329,7 +329,7 @@ class TextExperiment(LanguageModelExperiment):
 
 
 def text_fields(experiment: TextExperiment) -> dict[str, Any]:
-    """Return the fields that all experiments on text have, for another method on the same text."""
+    """Return the fields that all experiments on text have."""
     return {
         field.name: getattr(experiment, field.name) for field in dataclasses.fields(TextExperiment)
     }

@@ -133,7 +133,7 @@ def note_training(
     prepared: PreparedFiles,
     opened: OpenFiles,
 ) -> list[str]:
-    """Tell what unequal clients mean for a run, and which classes have no example in a part."""
+    """Tell what unequal clients mean, and which classes have no example in a part."""
     sizes = np.bincount(opened.owners[opened.training])
     sizes = sizes[sizes > 0]
     notes = cohort.note_left_out(sizes)

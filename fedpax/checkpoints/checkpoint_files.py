@@ -204,7 +204,7 @@ def _crc(path: Path) -> int:
 
 
 class DamagedCheckpointError(FedpaxError, OSError):
-    """A checkpoint whose files have changed since they were saved; the message names the remedy."""
+    """A checkpoint whose files have changed since they were saved."""
 
 
 def check_latest_round(job_log_dir: str | Path) -> None:

@@ -90,7 +90,7 @@ SECONDS_BETWEEN_LOOKS = 0.2
 
 
 class Exports(AbstractContextManager["Exports"]):
-    """A thread that writes the model of some checkpoints to `exports/ROUND`; a context manager."""
+    """A thread that writes the model of some checkpoints to `exports/ROUND`."""
 
     # After a kill the next process writes the folder again, from the checkpoint.
 

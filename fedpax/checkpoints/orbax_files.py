@@ -87,7 +87,7 @@ def remove_folder(folder: Any) -> None:
 
 
 def delete_folder(folder: Any, *, last: str) -> None:
-    """Delete a folder that counts as complete; if the process is killed, a part does not count."""
+    """Delete a folder that counts as complete; after a kill, a part does not count."""
     if is_object_store(folder):
         (folder / last).unlink(missing_ok=True)
         remove_folder(folder)
@@ -221,7 +221,7 @@ def open_array(folder: Path, path: Sequence[str]) -> Any:
 
 
 def barrier_of_saves() -> "ocp.multihost.BarrierSyncFn":
-    """Return the barrier of Orbax's threads, where a process whose save failed does not wait."""
+    """Return the barrier of Orbax's threads, where a failed save does not wait."""
     wait = ocp.multihost.get_barrier_sync_fn()
 
     def wait_unless_failed(*, key: str, timeout_ms: int) -> None:

@@ -119,7 +119,7 @@ def prepare(arguments: Sequence[str]) -> int:
 
 
 def partition(arguments: Sequence[str]) -> int:
-    """Print how an experiment's clients differ, and draw the picture that is asked for."""
+    """Print how an experiment's clients differ, and draw a picture."""
     # `read_population` returns the indices of each client's examples, and the labels or None.
     options, fields = parse("partition", arguments)
     picture = output_file("picture", options.picture, ".png")

@@ -148,7 +148,7 @@ def _evaluate_on_flower(
 
 
 def measure_clients(run: Run, params: Params, folder: Path, number: int) -> ClientMetrics:
-    """Measure the shared model on each client, and the clients' own models if there are any."""
+    """Measure the shared model and the clients' own models on each client."""
     shared = None if run.evaluate_clients is None else run.evaluate_clients(params)
     if run.evaluate_own_models is None:
         assert shared is not None

@@ -187,7 +187,7 @@ def _draft_of(out: Path, *, last: str | None) -> Iterator[Path]:
 
 
 def _tell_write_failure(error: Exception, out: Path) -> None:
-    """Raise an error with the name of the output if an error says that it cannot be written."""
+    """Name the output in an error that says that it cannot be written."""
     # safetensors, Orbax and TensorStore put the system's error into their own texts.
     for number in NO_ROOM:
         if getattr(error, "errno", None) == number or os.strerror(number) in str(error):

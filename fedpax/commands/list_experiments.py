@@ -8,7 +8,7 @@ from fedpax.experiments.listing import EXPERIMENTS, GROUPS
 
 
 def list_experiments(arguments: Sequence[str]) -> int:
-    """Print the name and the first line of the docstring of every experiment and every group."""
+    """Print the name and the summary of every experiment and group."""
     if arguments:
         if len(arguments) > 1 or group_or_none(arguments[0]) is None:
             raise UsageError(

@@ -26,7 +26,7 @@ from fedpax.training.folder_owners import is_in_use
 
 
 def show(arguments: Sequence[str]) -> int:
-    """Print tables of runs and of the use of their time, and draw the picture that is asked for."""
+    """Print tables of runs and of the use of their time, and draw a picture."""
     # The runs may be running or damaged; nothing in their folders changes.
     options, unknown = parse("show", arguments)
     if unknown:
@@ -88,7 +88,7 @@ def _exists(job_log_dir: str) -> bool:
 
 
 def _runs_in(job_log_dir: str) -> list[Path]:
-    """Return the folder itself if it holds a run, otherwise the folders of runs directly in it."""
+    """Return the folder itself if it holds a run, otherwise the runs directly in it."""
     folder = existing_folder(job_log_dir)
     if holds_run(folder):
         return [folder]

@@ -62,7 +62,7 @@ def prepare_beam(
     flags: Sequence[str] = (),
     **loading: Any,
 ) -> PreparedShards:
-    """Sort files by client on many machines, as `fedpax.data.prepare` does with its arguments."""
+    """Sort files by client on many machines, as `fedpax.data.prepare` does."""
     options = LoadOptions(**loading)
     pipeline_options("prepare_beam", flags)
     check_arguments(on_bad_row, memory)

@@ -21,7 +21,7 @@ FLOAT, HALF = 1e-4, 0.05  # relative differences that rounding explains, without
 
 
 class CompilationError(FedpaxError):
-    """IREE cannot compile the participant's part, or its result is not JAX's; the message says."""
+    """IREE cannot compile the participant's part, or its result is not JAX's."""
 
 
 class _Value(NamedTuple):

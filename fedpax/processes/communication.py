@@ -119,7 +119,7 @@ LONGEST_REASON = 2000
 
 
 class ControlChannel(AbstractContextManager["ControlChannel"]):
-    """A connection of process 0 with each other process, beside the devices; a context manager."""
+    """A connection of process 0 with each other process, beside the devices."""
 
     # If a process ends without closing its channel, or is silent, every other process calls
     # `on_end`, in a thread; after an error, five seconds later, unless it has closed its own. All

@@ -87,7 +87,7 @@ SECONDS_TO_TALK = 2.0
 
 
 def call_roll(processes: JobProcesses, timeout: float) -> None:
-    """Wait until all processes of a job have connected, or raise a `JobProcessesError`."""
+    """Wait until all processes have connected, or raise a `JobProcessesError`."""
     deadline = time.monotonic() + timeout
     if processes.process_id == 0:
         if processes.num_processes > 1:

@@ -67,7 +67,7 @@ def _read_part(part: Path, start: int) -> Iterator[bytes]:
 
 
 def read_lines(path: Path, start: int = 0) -> Iterator[bytes]:
-    r"""Yield the lines of a file, without the text after the last newline: a kill has left it."""
+    r"""Yield the lines of a file, without the text after the last newline."""
     pieces: list[bytes] = []  # of a line that can be longer than a chunk
     for chunk in read_chunks(path, start):
         first, *lines = chunk.split(b"\n")

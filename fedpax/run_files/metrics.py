@@ -113,7 +113,7 @@ def throughput(rounds: Iterable[Mapping[str, Any]]) -> float:
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
-    """A writer that appends to `metrics.jsonl` and to TensorBoard's files; a context manager."""
+    """A writer that appends to `metrics.jsonl` and to TensorBoard's files."""
 
     # Resuming after round r drops later lines: but for `TIMINGS`, the file equals that of an
     # uninterrupted run.
@@ -207,7 +207,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         items_per_round: int,
         **more: float,
     ) -> None:
-        """Write the line of kind `run`, the first of the file, unless the file has it already."""
+        """Write the line of kind `run`, the first of the file, unless it is there."""
         if not self._enabled or select(self.kept, "run"):
             return
         sizes: dict[str, float | str] = {

@@ -204,13 +204,13 @@ def rounds_without_checksums(folder: Path) -> list[int]:
 
 
 def latest_round(job_log_dir: str | Path) -> int | None:
-    """Return the round of the newest complete checkpoint of a run, or None if there is none."""
+    """Return the round of the newest complete checkpoint of a run, or None."""
     rounds = complete_rounds(resolve_folder(job_log_dir) / CHECKPOINTS)
     return rounds[-1] if rounds else None
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file such that a kill or a crash leaves the old or the new content, never a part."""
+    """Write a file such that a kill leaves the old or the new content."""
     if is_remote(path):  # a bucket has no part of a file
         path.write_text(text, encoding="utf-8")
         return

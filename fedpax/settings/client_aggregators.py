@@ -194,7 +194,7 @@ def aggregator(function: str | Callable[..., Aggregator], **settings: Any) -> Ag
 
 
 def __getattr__(name: str) -> Any:
-    """Return the configuration class of an aggregator, such as `Krum`: older runs name it so."""
+    """Return the configuration class of an aggregator, as older runs name it."""
     return AggregatorConfig.named(name)
 
 

@@ -124,7 +124,7 @@ class MethodConfig(FunctionSettings):
         return not hasattr(self, "num_clusters")
 
     def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
-        """Make the algorithm; raise an `ArgumentError` for an aggregator that does not fit it."""
+        """Make the algorithm, whose aggregator must fit it."""
         algorithm: FederatedAlgorithm = self.call(settings.arguments(loss_fn))
         if settings.aggregator is not None and settings.aggregator.accountant is not None:
             self.check_private("a private aggregator", algorithm.sent_exactly)
@@ -199,7 +199,7 @@ def method(function: str | Callable[..., FederatedAlgorithm], **settings: Any) -
 
 
 def __getattr__(name: str) -> Any:
-    """Return the configuration class of a method, such as `FedProx`: older runs name it so."""
+    """Return the configuration class of a method, as older runs name it."""
     return MethodConfig.named(name)
 
 

@@ -244,7 +244,7 @@ def _fields(
 
 
 def _hint(function: Callable[..., Any], name: str) -> Any:
-    """Return an annotation; Any if it is missing, or a text that names what does not exist."""
+    """Return an annotation; Any if it is missing, or names what does not exist."""
     hint = inspect.get_annotations(function).get(name, Any)
     try:
         return eval(hint, function.__globals__) if isinstance(hint, str) else hint

@@ -137,7 +137,7 @@ def leave_one_out(
     merge: Callable[[Terms, Terms], Terms],
     rest: Terms = (),
 ) -> Iterator[tuple[str, Terms]]:
-    """Yield each site with the merged terms of the other sites: n log2(n) reads of terms in all."""
+    """Yield each site with the merged terms of the other sites, by n log2(n) reads."""
     if len(sites) == 1:
         yield sites[0], rest
         return

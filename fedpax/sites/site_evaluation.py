@@ -201,7 +201,7 @@ def evaluation_of(experiment: Any) -> Callable[[Params], dict[str, float]]:
 
 
 def _shared_names(by_site: Sequence[Heldout]) -> list[str]:
-    """Return the names of the means that most sites have: a minority neither hides nor adds one."""
+    """Return the names of the means that most sites have."""
     owners = Counter(name for each in by_site for name in each.means)
     return sorted(name for name, number in owners.items() if 2 * number > len(by_site))
 

@@ -177,7 +177,7 @@ def identify(
 
 
 def find_difference(expected: Identity, other: Mapping[str, Any]) -> str | None:
-    """Describe how an island's or a site's identity differs from the syncer's, with the remedy."""
+    """Describe how an island's or a site's identity differs from the syncer's."""
     if other.get("version") != expected.version:
         return (
             f"this process has fedpax {str(other.get('version'))[:50]}, and the syncer has "
@@ -212,7 +212,7 @@ def _same_flags(expected: Identity) -> str:
 
 
 def find_other_format(stated: Any, expected: int = WIRE_FORMAT) -> str | None:
-    """Describe a message format other than this side's, with the remedy; None if they are equal."""
+    """Describe a message format other than this side's; None if they are equal."""
     if type(stated) is int and stated == expected:
         return None
     shown = f"format {stated}" if type(stated) is int else "a format without a number"

@@ -46,7 +46,7 @@ LONGEST_UPLOAD = 600.0
 
 
 class TaskExchange:
-    """Answers sites in threads of the server, and collects their replies to one task at a time."""
+    """Answers sites, and collects their replies to one task at a time."""
 
     def __init__(
         self,

@@ -127,7 +127,7 @@ def write_message(path: Path, message: Message, *, sync: bool = True) -> int:
 
 
 def read_message(path: Path) -> Message:
-    """Read a message that `write_message` wrote; raises a `MessageError` if it is damaged."""
+    """Read a message of `write_message`; raise a `MessageError` if it is damaged."""
     content = read_file(path, LARGEST)
     return decode(_chunks(content), len(content))
 
@@ -185,7 +185,7 @@ WEIGHTS = re.compile(r"examples|equal|capped:[1-9][0-9]{0,8}")
 
 
 def check_task(header: Json, rounds: int) -> None:
-    """Raise a `MalformedError` unless each field of a task has its type, and is in its range."""
+    """Raise a `MalformedError` unless each field of a task has its type and range."""
     task = CheckedHeader(header)
     kind = task.text("task")
     task.text("token")

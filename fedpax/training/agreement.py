@@ -55,7 +55,7 @@ SECONDS_UNTIL_VISIBLE = 10.0
 
 
 def check_agreement(folder: Path, experiment: Experiment, saved_in: Path | None = None) -> None:
-    """Check that processes agree on experiment, folder and versions: else they wait forever."""
+    """Check that processes agree on experiment, folder and versions."""
     if jax.process_count() == 1:
         return
     saved_in = folder if saved_in is None else saved_in

@@ -125,7 +125,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
 
 
 class Profile(AbstractContextManager["Profile"]):
-    """A trace of some rounds by `jax.profiler`, in the folder `profile/`; a context manager."""
+    """A trace of some rounds by `jax.profiler`, in the folder `profile/`."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from fedpax.training.training_config import TrainingConfig
 
 
 class EarlyStop:
-    """Decides after evaluations what to save, and when to stop; all processes decide the same."""
+    """Decides after evaluations what to save, and when to stop."""
 
     def __init__(
         self, training: TrainingConfig, saved_in: Path, checkpoints: Checkpoints, exports: Exports

@@ -118,7 +118,7 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
 
 
 class CheckpointDir(AbstractContextManager["CheckpointDir"]):
-    """The folder of the checkpoints of a run that trains in another folder; a context manager."""
+    """The folder of the checkpoints of a run that trains in another folder."""
 
     # A bucket has no locks: `owner.json` names the run that may write, and is rewritten while this
     # run lives. The time of one request between its check and a completed checkpoint is not

@@ -36,7 +36,7 @@ from fedpax.training.training_config import is_due, last_due_before
 
 
 class RoundLoop(AbstractContextManager["RoundLoop"]):
-    """The rounds of a run, from the newest checkpoint in its folder on; a context manager."""
+    """The rounds of a run, from the newest checkpoint in its folder on."""
 
     # Resuming and rolling back both call `start`, so a kill after a roll back changes no result.
 

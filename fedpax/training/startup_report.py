@@ -105,7 +105,7 @@ def _has_residual(state: Any) -> bool:
 
 
 def describe_unused(experiment: Experiment, run: Run, participants: int) -> str | None:
-    """Describe devices that a run does not use, and what to set for all; None if it uses all."""
+    """Describe devices that a run does not use; None if it uses all."""
     total, used = len(available_devices()), run.mesh.size
     if used >= total:
         return None

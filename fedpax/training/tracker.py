@@ -58,7 +58,7 @@ class TrackedPosition(NamedTuple):
 
 
 class Tracker(AbstractContextManager["Tracker"]):
-    """A thread that sends the lines of `metrics.jsonl` to a tracker; a context manager."""
+    """A thread that sends the lines of `metrics.jsonl` to a tracker."""
 
     # `tracker.json` has the tracked run's id and rounds: a later process sends no line twice.
 

@@ -127,7 +127,7 @@ def train_with(
     participant_states: ParticipantRule = "average",
     membership: Membership | None = None,
 ) -> TrainingResult:
-    """Train in a folder by a function that runs the rounds which are left, if there are any."""
+    """Train in a folder by a function that runs the rounds which are left."""
     if isinstance(allow_config_change, str):
         allow_config_change = allow_config_change.split(",")
     check_integer_fields(experiment)

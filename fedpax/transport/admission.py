@@ -281,7 +281,7 @@ class CheckedHeader:
         self._header = header
 
     def text(self, name: str) -> str:
-        """Return a short text without control characters, which would reach the user's terminal."""
+        """Return a short text without control characters."""
         value = self._header.get(name)
         fits = isinstance(value, str) and 0 < len(value) <= MAX_TEXT and value.isprintable()
         if not isinstance(value, str) or not fits:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class CallPool(concurrent.futures.ThreadPoolExecutor):
-    """Threads that each handle one call, and end a call of a silent peer if another call waits."""
+    """Threads that each handle one call."""
 
     # A silent peer could occupy all threads: without a free one, the longest wait is ended.
 

@@ -44,7 +44,7 @@ class RefusedError(FedpaxError, ValueError):
 
 
 class MalformedError(RefusedError):
-    """A message that no site of this version sends; a `Guard` counts it against its sender."""
+    """A message that no site of this version sends."""
 
 
 class BusyError(FedpaxError, ConnectionError):
@@ -52,7 +52,7 @@ class BusyError(FedpaxError, ConnectionError):
 
 
 class DisconnectedError(FedpaxError, ConnectionError):
-    """A call that got no answer in time; the other side may have handled it. Repeat it later."""
+    """A call without an answer in time, which may have been handled. Repeat it later."""
 
 
 class WaitingError(DisconnectedError):

@@ -147,7 +147,7 @@ class SignedRequest(NamedTuple):
 
 
 def make_request(out: Path | str, name: str) -> str:
-    """Make a site's private key, which stays there, and a request for a certificate of its key."""
+    """Make a site's private key, and a request for a certificate of its key."""
     check_name("name", name)
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])

@@ -41,7 +41,7 @@ def check_memory(name: str, groups: Sequence[Sequence[DataFile]]) -> None:
 
 
 def check_copy(name: str, num_bytes: int) -> None:
-    """Raise an error if a copy of a memory-mapped table would exceed the available memory."""
+    """Raise if a copy of a memory-mapped table would exceed the available memory."""
     available = _available_bytes()
     if available is not None and num_bytes > available:
         raise ArgumentError(

@@ -247,7 +247,7 @@ def is_numbered(name: str) -> bool:
 
 
 def check_shards(files: Sequence[DataFile], patterns: Sequence[str]) -> None:
-    """Raise an error for missing shards that no pattern leaves out, or log those of a list."""
+    """Raise for missing shards that no pattern leaves out, or log those of a list."""
     found: dict[tuple[str, str, str], set[int]] = {}
     for file in files:
         if match := _SHARD.fullmatch(file.path):

@@ -164,7 +164,7 @@ def format_of(file: DataFile) -> Format:
 
 
 def is_shard(file: DataFile) -> bool:
-    """Return whether a file is a part of a data set, not a client: such parts have equal sizes."""
+    """Return whether a file is a part of a data set, not a client."""
     return file.is_shard or format_of(file).is_shard or is_numbered(file.name)
 
 

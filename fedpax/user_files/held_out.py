@@ -155,7 +155,7 @@ _FORMS = (
 
 
 class _Kind(NamedTuple):
-    """A kind of partition: whether it needs labels, the type of its parameter, and its function."""
+    """A kind of partition."""
 
     by_label: bool
     parameter: Callable[[str], Any] | None

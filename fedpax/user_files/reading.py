@@ -73,7 +73,7 @@ class Reading:
             self.read_schema(first_part=True)
 
     def _finds_images(self) -> bool:
-        """Read up to the first image if the first parts have damaged ones; tell if there is one."""
+        """Read up to the first image if the first parts have damaged ones."""
         options, kinds = self._read_options, self.schema.types
         if options.image_size is None or options.decoded or any(map(are_images, kinds)):
             return False

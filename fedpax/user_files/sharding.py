@@ -175,7 +175,7 @@ def split_rows(plan: ShardPlan, number: int) -> Iterator[tuple[int, bytes]]:
 def write_shard(
     plan: ShardPlan, rows: Iterable[bytes], memory: str, parent: str | None
 ) -> Iterator[Path]:
-    """Write rows of `split_rows` as a prepared folder, which is removed at the end unless moved."""
+    """Write rows of `split_rows` as a prepared folder, removed at the end unless moved."""
     scratch = Path(tempfile.mkdtemp(prefix="shard-draft-", dir=parent))
     try:
         keys = [name for name in (plan.reading.client, plan.order) if name is not None]

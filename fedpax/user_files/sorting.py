@@ -26,7 +26,7 @@ MEMORY = r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B"
 def sort_tables(
     tables: Iterator[pa.Table], schema: pa.Schema, keys: list[str], spill: Path, memory: str
 ) -> Iterator[pa.Table]:
-    """Yield the rows of tables sorted by columns; rows that are equal in them keep their order."""
+    """Yield the rows of tables, stably sorted by columns."""
     import duckdb
 
     first = next(tables, None)

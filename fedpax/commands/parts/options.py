@@ -110,7 +110,7 @@ def parse_run(command: str, arguments: Sequence[str]) -> tuple[flags.FlagValues,
 
 
 def did_you_mean_flag(options: flags.FlagValues, unknown: Sequence[str]) -> str:
-    """Return a sentence with the flag of a command that is most similar to an unknown argument."""
+    """Return a sentence with the flag most similar to an unknown argument."""
     names = [word.partition("=")[0].removeprefix("--") for word in unknown if word[:2] == "--"]
     near = [flag for name in names for flag in difflib.get_close_matches(name, list(options), n=1)]
     return f" Did you mean --{near[0]}?" if near else ""
@@ -280,7 +280,7 @@ def _other_choices(experiment: Experiment, overrides: Sequence[str]) -> str:
 
 
 def describe_group(experiment: Experiment, overrides: Sequence[str]) -> str:
-    """Return a sentence on the first argument that names a group of fields and not a field."""
+    """Return a sentence on the first argument that names a group of fields."""
     for word in overrides:
         name = word.partition("=")[0].removeprefix("--")
         try:

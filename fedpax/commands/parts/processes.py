@@ -123,7 +123,7 @@ def _initialize(processes: JobProcesses | None, timeout: float, heartbeat_timeou
 
 @contextlib.contextmanager
 def _exit_after(timeout: float) -> Iterator[None]:
-    """Exit with a message if the block takes longer: JAX cannot be interrupted in another way."""
+    """Exit with a message if the block takes longer: JAX cannot be interrupted."""
 
     def stop() -> None:
         print_error(

@@ -286,7 +286,7 @@ _BYTES = 1 << 26
 
 
 class PrivacySpentError(FedpaxError):
-    """A private sum beyond those for which epsilon is stated; the message names the remedy."""
+    """A private sum beyond those for which epsilon is stated."""
 
 
 def count_release(path: Path, name: str, *, rounds: int, sums: int) -> None:

@@ -105,7 +105,7 @@ class NodeRoster:
         return node_of
 
     def _numbered(self) -> dict[int, int]:
-        """Give nodes without partition-id numbers, which they keep while they are connected."""
+        """Give nodes without partition-id numbers while they are connected."""
         self._numbers = {n: k for n, k in self._numbers.items() if n in self._partitions}
         taken = set(self._numbers.values())
         free = (k for k in range(self._program.settings.num_clients) if k not in taken)

@@ -157,7 +157,7 @@ def _check_integers(file: DataFile, options: ReadOptions, table: pa.Table) -> No
 
 
 def _check_clients(file: DataFile, options: ReadOptions, schema: pa.Schema) -> None:
-    """Raise an error for clients of different texts, such as 007 and 7, that are read as one."""
+    """Raise for clients of different texts, such as 007 and 7, that are read as one."""
     client = options.client
     if client is None or client not in schema.names or client in options.types:
         return
@@ -258,7 +258,7 @@ def _first_lines(file: DataFile) -> list[str]:
 
 
 def check_header(file: DataFile, delimiter: str) -> None:
-    """Raise an error for a file in another encoding, or with another delimiter, than the usual."""
+    """Raise for a file in another encoding, or with another delimiter."""
     with file.open() as opened:
         header = opened.read(1 << 16).split(b"\n")[0]
     if header.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -281,7 +281,7 @@ def _check_separator_line(file: DataFile) -> None:
 
 
 def check_single_column(file: DataFile, delimiter: str, name: str) -> None:
-    """Raise an error for one column that the delimiter should divide, or that is no table."""
+    """Raise for one column that the delimiter should divide, or that is no table."""
     check_delimiter(delimiter, name)
     if told := describe_contents(file):
         raise ArgumentError(told)
@@ -328,7 +328,7 @@ _NUMBER = rf"^\s*[+-]?(?:{_GROUPED}|\d*[.,]?\d+(?:[eE][+-]?\d+)?)\s*$"
 
 
 def check_decimal_points(table: pa.Table, options: ReadOptions) -> None:
-    """Raise an error for a column of texts that are numbers with another decimal point."""
+    """Raise for a column of texts that are numbers with another decimal point."""
     for name, column in zip(table.column_names, table.columns, strict=True):
         is_read = not options.columns or name in options.columns
         if is_read and name not in options.types and pa.types.is_string(column.type):
@@ -341,7 +341,7 @@ def check_decimal_points(table: pa.Table, options: ReadOptions) -> None:
 
 
 def check_stated_number(error: Exception, column: str | None, options: ReadOptions) -> None:
-    """Raise an error for a decimal comma or separated thousands where the type is stated."""
+    """Raise for a decimal comma or separated thousands where the type is stated."""
     grouped = re.search(rf"invalid value '([+-]?(?:{_GROUPED}))'", str(error))
     if grouped and column in options.types:
         raise ArgumentError(

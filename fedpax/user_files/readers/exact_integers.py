@@ -21,7 +21,7 @@ def check_integers_of_floats(
     integers_of: Callable[[str], Iterable[int]],
     remedy: str,
 ) -> None:
-    """Raise an error for an integer that the parser has rounded, unless floats are stated."""
+    """Raise for an integer that the parser has rounded, unless floats are stated."""
     # `integers_of` reads a column's integers again, as the file has them.
     for name, column in zip(table.column_names, table.columns, strict=True):
         stated = options.types.get(name)

@@ -121,7 +121,7 @@ def _decode(source: bytes | DataFile | None, size: tuple[int, int] | None) -> _D
 
 
 def _turn_upright(image: Image.Image, encoded: Image.Image, changes: list[str]) -> Image.Image:
-    """Turn an image by its EXIF orientation, as viewers and Hugging Face's `datasets` show it."""
+    """Turn an image by its EXIF orientation, as viewers do."""
     turn = None
     with contextlib.suppress(Exception):  # of damaged EXIF, beside whole pixels
         turn = _TURNS.get(encoded.getexif().get(_ORIENTATION, 1))

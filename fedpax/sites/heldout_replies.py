@@ -1,7 +1,7 @@
 """Which means of its held-out examples a site sends."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,19 +23,19 @@ MOST_EVALUATIONS = 20
 class Allowance:
     """Counts the evaluations that a site may still answer."""
 
-    def __init__(self, rounds: int = 0, evaluations: int = 0, *, sends: bool = True) -> None:
-        self._sends, self._left = sends, MOST_EVALUATIONS + rounds - evaluations
-        self._round = ""  # token of the last one
+    def __init__(
+        self, rounds: Iterable[int] = (), evaluations: int = 0, *, sends: bool = True
+    ) -> None:
+        self._rounds, self._evaluations, self._sends = {*rounds}, evaluations, sends
 
-    def add_round(self, token: str) -> None:
-        """Note a round that the site is asked to train in."""
-        self._left += token != self._round
-        self._round = token
+    def add_round(self, number: int) -> None:
+        """Note a round that the site is asked to train in; a repeated one counts once."""
+        self._rounds.add(number)
 
     def refuse(self) -> str:
         """Count an evaluation, and return why it is not answered, or ""."""
-        self._left -= 1
-        if self._left < 0:
+        self._evaluations += 1
+        if self._evaluations > MOST_EVALUATIONS + len(self._rounds):
             return (
                 f"of more models: it answers {MOST_EVALUATIONS} evaluations, and one for each "
                 "round that it trains in. Set a larger --training.evaluate_every"

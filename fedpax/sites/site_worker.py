@@ -207,7 +207,7 @@ class SiteWorker:
         stage, clients = header["stage"], header["clients"]
         names = {k: program.run.names[k - own_clients.first] for k in clients}
         if stage == 0:
-            self._allowance.add_round(token)
+            self._allowance.add_round(header["round"])
             self._kept.settle(header["counted"], token)
             self._between, self._unsent = (token, {}), {}
         elif self._between[0] != token:

@@ -154,7 +154,7 @@ class Site:
             on_metrics=self._note_metrics,
             sums=self._sums,
             personal=personal,
-            allowance=Allowance(len(self._answered), evaluations, sends=sends_metrics),
+            allowance=Allowance(self._answered, evaluations, sends=sends_metrics),
         )
         self._file = read_run(folder)
         self._run = self._file.run

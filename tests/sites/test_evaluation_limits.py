@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.heldout_replies import MOST_EVALUATIONS
 from fedpax.sites.site_evaluation import SiteEvaluation
+from fedpax.sites.site_worker import SiteWorker
 from fedpax.transport.message import Message
 from sites.federation import Line, run
 from sites.small_experiment import small
@@ -56,6 +58,25 @@ def test_a_coordinator_that_asks_for_metrics_of_many_models(
     outcome = federate(3, done=2)
     for line in outcome.lines.values():
         assert [bool(metrics) for metrics in line.metrics] == [True, False]
+
+
+def test_a_round_that_is_asked_again_allows_no_more_evaluations(tmp_path: Path) -> None:
+    worker = SiteWorker(
+        small(clients=2), tmp_path, seed=0, save=lambda *_: None, on_metrics=lambda *_: None
+    )
+    worker.set_inputs({})
+    common = {"stage": 0, "last_stage": 0, "counted": None, "round": 1}
+    clients = {"first_client": 0, "num_clients": 2, "clients": [0], "slots": [0]}
+    answered = 0
+    for number in range(MOST_EVALUATIONS + 5):
+        arrays = {"shared 0": np.float32(number), "shared 1": np.zeros(3, np.float32)}
+        asked = {"task": "round", "token": f"round {number}", "weights": "examples"}
+        worker.work({**common, **clients, **asked}, arrays)
+        asked = {"task": "evaluate", "token": f"model {number}", "save": False}
+        answered += bool(
+            worker.work({**common, **asked, "secure_sums": False}, arrays)[0]["metrics"]
+        )
+    assert answered == MOST_EVALUATIONS + 1
 
 
 def test_all_evaluations_of_a_run_are_answered(tmp_path: Path) -> None:

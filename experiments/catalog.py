@@ -66,7 +66,7 @@ def find_group(name: str) -> ExperimentGroup:
 
 
 def group_or_none(name: str) -> ExperimentGroup | None:
-    """Return the group of experiments that a name on the command line names, if it names one."""
+    """Return the group of experiments that a name on the command line names, if any."""
     if name in GROUPS:
         made = _import_shipped(name)()
     elif ":" not in name or _is_group_name(name.rpartition(":")[0]):
@@ -130,7 +130,7 @@ def expand_groups(names: Iterable[str]) -> list[str]:
 
 
 def is_shipped(exp: str) -> bool:
-    """Return whether an experiment's name is one that comes with fedpax, or is empty."""
+    """Return whether an experiment comes with fedpax, or its name is empty."""
     module = exp.rpartition(":")[0]
     is_module = module.startswith("fedpax.") and not module.endswith(".py")
     return not exp or exp in EXPERIMENTS or module in GROUPS or is_module

@@ -90,7 +90,7 @@ class FedAvgFiles(ClientExperiment):
         return saved
 
     def read_inputs(self, folder: Path) -> None:
-        """Read `table.json`, so that a model keeps its columns and classes on other files."""
+        """Read `table.json`: a model keeps its columns and classes on other files."""
         if (path := folder / INPUTS).is_file():
             self.__dict__["_saved_inputs"] = read_saved_inputs(path, self.data)
         self.__dict__["_of_site"] = self._is_site
@@ -257,7 +257,7 @@ class FedAvgFiles(ClientExperiment):
     def make_evaluation(
         self, evaluate: Callable[..., Callable[[Params], dict[str, float]]], model: FunctionalModel
     ) -> Callable[[Params], dict[str, float]]:
-        """Evaluate on the held-out examples, and on the held-out clients if there are any."""
+        """Evaluate on the held-out examples, and on held-out clients."""
         table, loss_fn = self.opened, self._plain_loss(model)
         of_new = table.is_new[table.owners]
         parts = {"": table.heldout, NEW: of_new} if table.heldout.any() else {"": of_new}

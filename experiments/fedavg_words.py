@@ -193,7 +193,7 @@ class FedAvgWords(FedAvgTokens):
 
 
 def pad_batches(rows: Batch, size: int) -> list[Batch]:
-    """Split rows into batches of `size` rows; the last one is padded with rows of zeros."""
+    """Split rows into batches of `size` rows; zeros pad the last one."""
     padded = {
         name: np.pad(values, [(0, -len(values) % size), (0, 0)]) for name, values in rows.items()
     }

@@ -112,7 +112,7 @@ class FedBuffImages(FedAvgImages):
         return ArrivingClients(len(population), self.cohort.size, self.cohort.seed, order=order)
 
     def make_stream(self, rounds: CohortRounds, sampler: ClientSampler) -> CohortStream:
-        """Add the schedule to each round. All arrivals have the same weight, as in the paper."""
+        """Add the schedule to each round, with equal weights as in the paper."""
         assert isinstance(sampler, ArrivingClients)
         order = sampler.order
 

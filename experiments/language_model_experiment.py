@@ -269,7 +269,7 @@ class LanguageModelExperiment(Experiment):
         )
 
     def write_model(self, folder: Path, params: Params, exp: str) -> None:
-        """Write the model as a Hugging Face folder, or with Orbax if no family has its features."""
+        """Write the model as a Hugging Face folder, or with Orbax if no family fits."""
         config = self.model
         if self.lora.rank:
             assert config.weights is not None
@@ -322,7 +322,7 @@ class LanguageModelExperiment(Experiment):
         return self.data.load(self.data.dataset, "train")
 
     def read_heldout(self, tokenizer: Tokenizer) -> HeldoutSets:
-        """Open the splits to evaluate on; their rows are tokenized at the first evaluation."""
+        """Open the splits to evaluate on, which the first evaluation tokenizes."""
         data = self.data
 
         def read(dataset: str, split: str | None, field: str | None) -> HeldoutRows:
@@ -354,7 +354,7 @@ def _saved_run(job_log_dir: str | Path | None, experiment: Experiment) -> Any:
 
 
 def without_token_count(loss_fn: LossFn) -> LossFn:
-    """Drop the metric "tokens" of a loss: packed rows have the same number in every step."""
+    """Drop the metric "tokens" of a loss: packed rows have equal numbers."""
 
     def loss(params: Params, batch: Any) -> tuple[jax.Array, Metrics]:
         value, aux = loss_fn(params, batch)

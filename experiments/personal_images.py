@@ -117,7 +117,7 @@ class PersonalImages(FedAvgImages):
 
     @functools.cached_property
     def _own_examples(self) -> tuple[Cohort, Mapping[str, NDArray[Any]], NDArray[np.float64]]:
-        """A round of all clients, the held-out batches, and their weights by client and label."""
+        """A round of all clients, and held-out batches with weights by client and label."""
         population, labels = self.read_population()
         cohort = self._read_cohort(population)
         heldout = self.open_heldout(self.make_preprocess())()

@@ -117,7 +117,7 @@ class TextConfig(TextDataConfig):
 
 
 def short_rows(*, local_steps: int, batch_size: int, seq_len: int = 64) -> TextConfig:
-    """Return the text of the small experiments: short rows, and few tokens to evaluate on."""
+    """Return the text of the small experiments."""
     return TextConfig(
         local_steps=local_steps,
         batch_size=batch_size,
@@ -170,7 +170,7 @@ class TextExperiment(LanguageModelExperiment):
         """Make the federated algorithm."""
 
     def build(self) -> Run:
-        """Make the model, algorithm and mesh. The text is read when the first round needs it."""
+        """Make the model, algorithm and mesh; the first round reads the text."""
         data, mesh = self.data, self.make_mesh()
         self._check_divisibility(mesh.shape)
         trainable = self.trainable(mesh)

@@ -74,7 +74,7 @@ def masked_loss_by_client(
     names: Sequence[str],
     finish: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]],
 ) -> EvaluateClients:
-    """Make the evaluation of a model of tokens by client; a client has its number of targets."""
+    """Make the evaluation of a model of tokens by client, weighted by targets."""
     # `loss_fn` returns means weighted by the mask, of which `finish` makes the metrics `[clients]`.
     evaluate = evaluate_by_client(loss_fn, clients)
     targets = np.array([np.sum(client["mask"], dtype=np.float64) for client in clients])
@@ -84,7 +84,7 @@ def masked_loss_by_client(
 def label_weights(
     parts: Sequence[Int[np.ndarray, " examples"]], heldout: Int[np.ndarray, " heldout"]
 ) -> Float[np.ndarray, "clients classes"]:
-    """Weigh held-out examples by client and label; sums are a client's examples of these labels."""
+    """Weigh held-out examples by client and label."""
     classes = 1 + max(int(labels.max(initial=0)) for labels in (*parts, heldout))
     counts = np.stack([np.bincount(part, minlength=classes) for part in parts])
     return np.asarray(counts / np.maximum(np.bincount(heldout, minlength=classes), 1), np.float64)

@@ -244,7 +244,7 @@ def with_own_models(
     make_means: Callable[[], Callable[[Any], dict[str, float]]],
     make_by_client: Callable[[], Callable[[Any], ClientMetrics]],
 ) -> Run:
-    """Evaluate clients' own models in a run, and make a model for each cluster if there are any."""
+    """Evaluate clients' own models in a run, and make a model for each cluster."""
     # A method with clusters has no single shared model: all of its metrics come from the own
     # models.
 
@@ -288,7 +288,7 @@ def with_clusters(
 def means_over_parts(
     models_of: Callable[[Any, Cohort], Params], loss_fn: ModelLoss, parts: Iterable[Part]
 ) -> Callable[[Any], dict[str, float]]:
-    """Make `state -> metrics`: means over the held-out examples of the clients of all parts."""
+    """Make `state -> metrics`: means over the held-out examples of all clients."""
 
     @jax.jit
     def add_up(state: Any, cohort: Cohort, heldout: Any) -> dict[str, jax.Array]:

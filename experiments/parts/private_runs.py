@@ -49,7 +49,7 @@ class PrivateRun(Protocol):
 
 
 def configured_accountant(config: AggregatorConfig) -> PrivacyAccountant | None:
-    """Return the accountant of an aggregator, of its rounds alone; None if it is not private."""
+    """Return the accountant of an aggregator's rounds; None if it is not private."""
     accountant: PrivacyAccountant | None = config.call(config.given).accountant
     return accountant
 
@@ -136,7 +136,7 @@ def describe_privacy(experiment: PrivateRun, *, in_stages: bool = False) -> tupl
 
 
 def _describe_amplification(experiment: PrivateRun, accountant: PrivacyAccountant) -> list[str]:
-    """State the smaller epsilon of Poisson sampling in one program; nothing of other sampling."""
+    """State the smaller epsilon of Poisson sampling in one program."""
     # It holds if the output does not show who joined: `private_mean` adds its noise to any round; a
     # mean with `min_participants` can be exactly 0. Sites know `cohort.seed`, and so who joined.
     probability = experiment.cohort.sampling_probability

@@ -153,7 +153,7 @@ class StateParts:
         self.parents = read_parents(folder, complete_rounds(folder))
 
     def forget(self) -> None:
-        """Let the next checkpoint have all rows: the newest one is not known to be complete."""
+        """Let the next checkpoint have all rows: the newest one may be incomplete."""
         self._rows.forget()
 
     def to_save(self, round_number: int, state: State) -> "dict[str, ocp.args.CheckpointArgs]":

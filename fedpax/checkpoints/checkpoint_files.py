@@ -69,12 +69,12 @@ class Parent(NamedTuple):
 
 
 def identity_of(checkpoint: Path) -> int:
-    """Return the CRC-32 of a checkpoint's checksums, which differs between checkpoints."""
+    """Return the CRC-32 of a checkpoint's checksums."""
     return zlib.crc32((checkpoint / CHECKSUMS).read_bytes())
 
 
 def lineage(folder: Path, step: int) -> list[tuple[int, Parent | None]]:
-    """Return the checkpoints that have the rows of a checkpoint: all rows first, itself last."""
+    """Return the checkpoints with the rows of a checkpoint: all rows first, itself last."""
     checkpoints = []
     next_step: int | None = step
     while next_step is not None:
@@ -110,7 +110,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Compare the files of a checkpoint, and of the ones that it needs, with their checksums."""
+    """Compare the files of a checkpoint and its ancestors with their checksums."""
     needed, damage = "", find_own_damage(checkpoint)
     while damage is None:
         try:
@@ -216,7 +216,7 @@ def check_latest_round(job_log_dir: str | Path) -> None:
 
 
 def damaged_checkpoint(folder: Path, step: int, damage: str) -> DamagedCheckpointError:
-    """Make the error for a damaged checkpoint, which names the newest undamaged one before it."""
+    """Make the error for a damaged checkpoint, with the newest undamaged one before it."""
     delete = [str(folder / str(step))]
     before = None
     for number in reversed(complete_rounds(folder)):
@@ -278,7 +278,7 @@ def set_aside_after(folder: Path, round_number: int) -> None:
 
 
 def _set_aside(checkpoint: Path, why: str) -> Path:
-    """Rename a checkpoint to `checkpoint_ROUND_WHY` in the run's folder, and return its path."""
+    """Rename a checkpoint to `checkpoint_ROUND_WHY`, and return its path."""
     aside = checkpoint.parent.with_name(f"checkpoint_{checkpoint.name}_{why}")
     while aside.exists():
         aside = aside.with_name(aside.name + "_")

@@ -140,7 +140,7 @@ class Exports(AbstractContextManager["Exports"]):
             self._running = self._thread.submit(self._export, round_number)
 
     def wait(self) -> None:
-        """Wait until the export that was started last is complete; its checkpoint must be."""
+        """Wait until the last export is complete; its checkpoint must be."""
         if self._running is not None:
             self._running.result()
 

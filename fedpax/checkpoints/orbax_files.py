@@ -100,7 +100,7 @@ def delete_folder(folder: Any, *, last: str) -> None:
 
 
 def rename_folder(source: Path, target: Path, *, last: str) -> None:
-    """Rename a folder; in an object store, or between two of them, move its files one by one."""
+    """Rename a folder; in object stores, move its files one by one."""
     one_store = not is_object_store(source) and not is_object_store(target)
     if one_store and source.stat().st_dev == target.parent.stat().st_dev:
         source.rename(target)
@@ -203,7 +203,7 @@ def restore_item(
 
 
 def open_array(folder: Path, path: Sequence[str]) -> Any:
-    """Open an array of a saved tree as a `tensorstore.TensorStore`, to read a part of it."""
+    """Open an array of a saved tree, to read a part of it."""
     import tensorstore as ts
 
     # Orbax's layout of PyTrees: https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html

@@ -16,7 +16,7 @@ StreamState = dict[str, Any] | bytes
 
 
 class RunPosition(NamedTuple):
-    """The position of a run: the values that a checkpoint holds beside the algorithm's state."""
+    """The position of a run: what a checkpoint holds beside the algorithm's state."""
 
     round: int
     stream: StreamState  # the position of the stream of cohorts after that round

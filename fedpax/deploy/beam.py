@@ -329,6 +329,6 @@ def _write(path: str, content: bytes) -> None:
 
 
 def _write_states(start: str, states: Sequence[tuple[int, bytes]]) -> None:
-    """Write states to a file named by its content: a repeated step writes the same file."""
+    """Write states to a file named by its content."""
     content = stack_states(states)
     _write(f"{start}-{hashlib.sha256(content).hexdigest()}", content)

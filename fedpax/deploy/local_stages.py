@@ -131,7 +131,7 @@ class ParticipantProcessError(FedpaxError):
 
 
 class ParticipantProcesses(AbstractContextManager["ParticipantProcesses"]):
-    """Processes that participants are dealt to; a context manager."""
+    """Processes that participants are dealt to."""
 
     def __init__(
         self, stages: Stages, own: Mapping[int, Mapping[str, Any]], processes: int

@@ -239,7 +239,7 @@ def pack_experiment(experiment: Experiment, run: Run) -> str:
 
 
 def program_file(experiment: Experiment, folder: Path) -> Path:
-    """Return the file of an experiment's program, which is exported if the folder has none."""
+    """Return the file of an experiment's program, exported if missing."""
     content = json.dumps([to_json(experiment), fedpax.__version__, jax.__version__], sort_keys=True)
     path = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
     if not path.exists():

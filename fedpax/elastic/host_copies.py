@@ -302,7 +302,7 @@ class HostCopies:
 
 
 def memory_folder(base: str | Path | None, job_log_dir: str | Path, process: int) -> Path:
-    """Return the folder of a process's copies, by default in `/dev/shm` if it can be written."""
+    """Return the folder of a process's copies, by default in `/dev/shm`."""
     if not base:
         shared = Path("/dev/shm")
         base = shared if os.access(shared, os.W_OK) else tempfile.gettempdir()

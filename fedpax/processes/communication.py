@@ -225,7 +225,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _own_names() -> list[str]:
-    """Return the names by which other hosts may reach this one, the most likely one first."""
+    """Return the names by which other hosts may reach this one, likely ones first."""
     processes = find_job_processes()
     host_name = socket.gethostname()
     names = [host_name, socket.getfqdn()]

@@ -156,7 +156,7 @@ def write_configuration(folder: str | Path, configuration: Any, exp: str) -> Non
 
 
 def code_hashes(configuration: Any, exp: str) -> dict[str, str]:
-    """Return the hash of each file outside of fedpax that defines an experiment, by its name."""
+    """Return the hashes of files outside of fedpax that define an experiment."""
     named = exp.partition(":")[0]
     modules = {type(part).__module__ for part in _parts(configuration)} | {named}
     own = [sys.modules.get(name) for name in modules if not is_within_fedpax(name)]
@@ -326,7 +326,7 @@ _NAMED = ("weights", "tokenizer", "chat_template", "file")
 
 
 def without_paths(configuration: Any) -> Any:
-    """Return a configuration without the paths of this machine; names of data and files stay."""
+    """Return a configuration without the paths of this machine."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(configuration):
         value = getattr(configuration, field.name)

@@ -33,7 +33,8 @@ class OptimizerConfig(CheckedConfig):
         name: the optimizer, one of optax's. optax 0.2.8 has neither Shampoo nor SOAP.
         learning_rate: peak learning rate.
         schedule: shape of the learning rate after the warmup: "cosine", "linear", "constant", "wsd"
-            (warmup-stable-decay) or "warm_restarts".
+            (warmup-stable-decay) or "warm_restarts"; `OptimizerConfig.learning_rate_schedule` has
+            formulas.
         warmup_steps: steps of the linear warmup from 0 to the peak.
         final_lr_ratio: lowest learning rate of the schedule divided by the peak. The schedule
             "constant" ignores it.

@@ -279,7 +279,7 @@ class Agreement:
         return None
 
     def _awaited_again(self, faults: Mapping[str, str]) -> list[str]:
-        """Return the sites that did not answer in time, and have not missed several deadlines."""
+        """Return the sites that were late, but not several times."""
         sites, now = self._exchange.sites, time.monotonic()
         late = [sites.get(name) for name, fault in sorted(faults.items()) if fault == LATE]
         return [s.name for s in late if s is not None and sites.is_awaited(s, ROUND, now)]

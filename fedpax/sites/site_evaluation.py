@@ -183,7 +183,7 @@ class SiteEvaluation:
 
 
 def evaluation_of(experiment: Any) -> Callable[[Params], dict[str, float]]:
-    """Return the metrics of a model on the held-out examples of the coordinator's own data."""
+    """Return the metrics of a model on the coordinator's own held-out examples."""
     experiment = copy.copy(experiment)  # as one of the sites; the coordinator's own stays
     number = int(experiment.describe_site()["clients"])
     run = experiment.at_site(ClientRange(0, number, number))

@@ -241,7 +241,7 @@ class RoundMetrics:
     def add_evaluation(
         self, number: int, mean: Mapping[str, float], by_site: Mapping[str, float], source: str
     ) -> None:
-        """Write the metrics on held-out examples: their mean, and the metrics of each site."""
+        """Write the metrics on held-out examples: their mean, and by site."""
         seconds = {"wall_seconds": time.perf_counter() - self._started}
         self._metrics.write("evaluation", number, {**mean, **by_site, **seconds})
         self._progress.show_evaluation(number, mean, source)

@@ -280,7 +280,7 @@ class SiteTable:
 
 
 def read_sites(job_log_dir: str | Path) -> list[SiteReport]:
-    """Read the sites as the coordinator last wrote them; empty without a readable file."""
+    """Read the sites as last written; empty without a readable file."""
     return read_reports(Path(job_log_dir) / SITES, SiteReport)
 
 

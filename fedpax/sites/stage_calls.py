@@ -322,7 +322,7 @@ SECONDS_BETWEEN_DROPS = 0.02
 
 
 class UpdateRows:
-    """Collects the rows of clients, in memory or in files that are mapped without a copy."""
+    """Collects the rows of clients, in memory or in mapped files."""
 
     def __init__(self, values: Sequence[Value], size: int, folder: Path) -> None:
         self._values, self._size = values, size

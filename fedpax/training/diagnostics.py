@@ -38,7 +38,7 @@ ACTIVITIES: dict[Bucket, str] = {
 
 
 class Watchdog(AbstractContextManager["Watchdog"]):
-    """A thread that reports when a run makes no progress; a context manager."""
+    """A thread that reports when a run makes no progress."""
 
     # An activity hangs after `hang_after` seconds, ten times as long if it is not a round's, and at
     # least 4 times the longest earlier one. `hang_round_R.txt` has the stacks.

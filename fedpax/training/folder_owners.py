@@ -239,7 +239,7 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
 
 
 def read_owner(folder: Path) -> dict[str, Any] | None:
-    """Read who may write checkpoints to a folder; None if no record is there, or a damaged one."""
+    """Read who may write checkpoints to a folder; None without a whole record."""
     try:
         record: dict[str, Any] = read_json(folder / OWNER)
         types = {"id": str, "holder": str, "free": bool, "time": int | float}

@@ -124,7 +124,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._prefetch = self._resources.enter_context(prefetch)
 
     def _compile(self) -> None:
-        """Announce the run, load its frozen values, and compile its round for the next cohort."""
+        """Announce the run, load its frozen values, and compile its round."""
         run, cohort = self._run, self._prefetch.peek()
         announce(
             self._progress,

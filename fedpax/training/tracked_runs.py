@@ -203,7 +203,7 @@ class MlflowRun:
 
 
 def _experiment_id(client: Any, name: str) -> Any:
-    """Return the id of MLflow's experiment of a name, which is made if it is missing."""
+    """Return the id of MLflow's experiment of a name, made if it is missing."""
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         with contextlib.suppress(Exception):  # another run has just made it

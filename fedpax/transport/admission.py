@@ -82,7 +82,7 @@ class Admission:
         return guarded
 
     def check(self, site: str) -> None:
-        """Raise the reason for which no message of a site is handled now, if there is one."""
+        """Raise the reason for which no message of a site is handled now."""
         self.check_not_expelled(site)
         with self._lock:
             known = self._sites.get(site)

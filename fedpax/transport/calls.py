@@ -66,7 +66,7 @@ class Guard(Protocol):
         """Return a handler that handles some messages, and raises for all others."""
 
     def check(self, site: str) -> None:
-        """Raise the reason for which no message of a site is handled now, if there is one."""
+        """Raise the reason for which no message of a site is handled now."""
 
     def report(self, site: str, reason: str) -> None:
         """Count a malformed message of a site."""

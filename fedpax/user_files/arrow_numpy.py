@@ -150,7 +150,7 @@ def _native(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def concatenate_values(values: Sequence[Any]) -> Any:
-    """Convert values of examples, as JSON has them: lists of numbers of one shape are a tensor."""
+    """Convert values of JSON: lists of numbers of one shape are a tensor."""
     if values and isinstance(values[0], list):
         try:
             array = np.asarray(values)
@@ -207,7 +207,7 @@ def _is_list_of_numbers(kind: pa.DataType) -> bool:
 
 
 def are_images(kind: pa.DataType) -> bool:
-    """Return whether a type is pixels, uint8 `[height, width, channels]`, gray or RGB."""
+    """Return whether a type is pixels, uint8 `[height, width, channels]`."""
     is_tensor = isinstance(kind, pa.FixedShapeTensorType) and kind.value_type == pa.uint8()
     return bool(is_tensor and len(kind.shape) == 3 and kind.shape[2] in (1, 3))
 
@@ -288,5 +288,5 @@ def _fill(array: Any) -> Any:
 
 
 def is_pandas_index(name: str) -> bool:
-    """Tell whether a column is the unnamed index of rows that pandas filtered or sorted."""
+    """Tell whether a column is the unnamed index of pandas."""
     return re.fullmatch(r"__index_level_\d+__", name) is not None

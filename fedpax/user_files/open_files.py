@@ -47,7 +47,7 @@ _PLACE = "place in its file"  # of an example, in an error
 
 
 def open_files(files: Any, options: LoadOptions) -> TableSource:
-    """Open files, a prepared folder or a table in memory as a source; see `fedpax.data.load`."""
+    """Open files, a prepared folder or a table as a source; see `fedpax.data.load`."""
     if isinstance(files, list | tuple) and len(files) == 1:
         files = files[0]
     if isinstance(files, str | os.PathLike) and (folder := prepared_folder(files, options.split)):
@@ -213,7 +213,7 @@ def _check_none_misses(
 
 
 def _check_texts(name: str, table: pa.Table, options: LoadOptions) -> None:
-    """Check that the columns exist that a language model reads, and that no value is missing."""
+    """Check that the columns of a language model exist, without missing values."""
     for flag, column in (options.texts or {}).items():
         if column in table.column_names:
             if table.column(column).null_count:
@@ -229,7 +229,7 @@ def _check_texts(name: str, table: pa.Table, options: LoadOptions) -> None:
 
 
 def _wide_texts(table: pa.Table) -> pa.Table:
-    """Give texts offsets of 64 bits where a column has more than 2 GB, which 32 cannot count."""
+    """Give texts offsets of 64 bits where a column has more than 2 GB."""
     wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
     fields = [
         field.with_type(wide[field.type])

@@ -66,7 +66,7 @@ class GroupSurvey(NamedTuple):
 
 
 def survey_group(reading: Reading, number: int) -> GroupSurvey:
-    """Read a group of files before `ShardPlan.of`: all of it, so that every damaged row is met."""
+    """Read all of a group of files, so that every damaged row is met."""
     reading = reading.copy()
     names: dict[str, None] = {}  # in the order of the first parts
     return reading.repeat(lambda again: _survey(again, number, names))

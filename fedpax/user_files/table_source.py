@@ -80,7 +80,7 @@ class TableSource(Source):
         return self.reader()(indices)
 
     def reader(self) -> Callable[[ArrayLike], Mapping[str, NDArray[Any]]]:
-        """Return a function like `take`, whose arrays are in the memory of arrays not in use."""
+        """Return a function like `take`, whose arrays reuse memory."""
         memory: defaultdict[str, ReusedMemory] = defaultdict(ReusedMemory)
 
         def take(indices: ArrayLike) -> Mapping[str, NDArray[Any]]:
@@ -171,7 +171,7 @@ class TableSource(Source):
 
 
 class _Taken(Mapping[str, NDArray[Any]]):
-    """The columns of some examples, each gathered when it is indexed for the first time."""
+    """The columns of some examples, each gathered at its first use."""
 
     def __init__(self, fields: Sequence[str], gather: Callable[[str], NDArray[Any]]) -> None:
         self._fields, self._gather = fields, gather

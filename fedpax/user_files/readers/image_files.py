@@ -162,7 +162,7 @@ _MOST_NAMES = 5
 
 
 def _describe_failures(failed: dict[int, _Failure], names: Sequence[str]) -> str:
-    """Return an error for the images that cannot be read: the first ones, and how many more."""
+    """Return an error for the images that cannot be read."""
     (first, failure), *others = failed.items()
     text = f"{names[first]} is not a readable image: {failure.reason}"
     if others:
@@ -257,7 +257,7 @@ def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
 
 
 def _to_tensor(column: Any, shape: Sequence[int]) -> Any:
-    """Convert lists of lists to a tensor; a column in which a value is missing stays."""
+    """Convert lists of lists to a tensor, unless a value is missing."""
     values = column.combine_chunks()
     values = getattr(values, "storage", values)  # of the type that the package `datasets` adds
     while pa.types.is_list(values.type) or pa.types.is_large_list(values.type):

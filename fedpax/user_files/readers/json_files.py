@@ -206,7 +206,7 @@ def _without_large_exponent(number: str) -> str:
 
 
 def _fault_of_arrow(line: bytes) -> str | None:
-    """Return what `_fault` does, by a slow reader that decides for numbers of rare forms."""
+    """Return what `_fault` does, by a slow reader of rare numbers."""
     try:
         is_one = _parse_lines(lambda: pa.BufferReader(line), _LARGEST_BLOCK, {}).num_rows == 1
     except pa.ArrowInvalid as error:
@@ -242,7 +242,7 @@ def _check_nesting_of_lines(block: bytes, number: int = 0) -> None:
 def _parse_lines(
     open_: Callable[[], Any], block_size: int, types: Mapping[str, pa.DataType]
 ) -> pa.Table:
-    """Parse lines; `read_table` casts numbers, booleans and dates that are stated as texts."""
+    """Parse lines; `read_table` casts what is stated as texts."""
     schema = pa.schema(list(types.items())) if types else None
     try:
         with open_() as opened:

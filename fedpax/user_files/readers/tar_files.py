@@ -89,7 +89,7 @@ def _examples(file: DataFile) -> Iterator[tuple[str, dict[str, bytes]]]:
 
 
 class _WholeArchive(tarfile.TarInfo):
-    """A member whose archive has an end: `tarfile` takes a damaged header for the end of it."""
+    """A member of a tar: `tarfile` takes a damaged header for the end."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:

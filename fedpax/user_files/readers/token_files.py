@@ -28,7 +28,7 @@ _LLM_C_HEAD = 1024
 
 
 def read_bin(file: DataFile, options: ReadOptions) -> pa.Table:
-    """Read Megatron's documents, whose .idx is beside the .bin; or tokens alone without one."""
+    """Read Megatron's documents, or tokens alone without an .idx."""
     path = _local(file)
     index = path.with_suffix(".idx")
     if not index.is_file():
@@ -63,7 +63,7 @@ def read_bin(file: DataFile, options: ReadOptions) -> pa.Table:
 
 
 def read_npy(file: DataFile, options: ReadOptions) -> pa.Table:
-    """Read tokens from integers of one axis, 65,536 an example; or an example from each row."""
+    """Read tokens of one axis, 65,536 an example; or an example from each row."""
     del options
     array = np.load(_local(file), mmap_mode="r", allow_pickle=False)
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -79,7 +79,7 @@ class CoordinatorSide:
         self.present: tuple[str, ...] = ()
         self.suspects: dict[str, str] = {}
         self._signer, self._task = signer, asked
-        self._misfits: set[tuple[str, str]] = set()  # who sent and who made each wrong share
+        self._misfits = set[tuple[str, str]]()  # who sent and who made each wrong share
         self._threshold = threshold
         self._asked = set(sites)
         self._received: dict[str, Any] = {}
@@ -165,14 +165,18 @@ class CoordinatorSide:
             for site, of_site in _by_receiver(self._received).items()
         }
 
+    def _receive_accusation(self, site: str, message: Message) -> None:
+        """Note which other sites sent a site what it cannot open; it leaves the sum."""
+        accused = message.header["accused"]
+        if not isinstance(accused, list) or not {*map(str, accused)} <= self._shared - {site}:
+            raise SecureSumError("a site accuses unknown sites")
+        self._misfits |= {(site, sender) for sender in accused}
+        self._find_suspects()
+
     def _receive_mask(self, site: str, message: Message) -> bool | None:
-        arrays, accused = message.arrays, message.header.get("accused")
-        if accused is not None:  # this site takes no part in the sum
-            if not isinstance(accused, list) or not {*map(str, accused)} <= self._shared - {site}:
-                raise SecureSumError("a site accuses unknown sites")
-            self._misfits |= {(site, sender) for sender in accused}
-            self._find_suspects()
-            return None
+        arrays = message.arrays
+        if "accused" in message.header:
+            return self._receive_accusation(site, message)
         if message.header.get("asked") != to_text(self._task):
             raise SecureSumError(
                 "a site was asked for other values than the coordinator asks for: its model or its "
@@ -209,8 +213,9 @@ class CoordinatorSide:
 
     def _receive_reveal(
         self, site: str, message: Message
-    ) -> tuple[dict[str, bytes], dict[str, bytes]]:
-        del site
+    ) -> tuple[dict[str, bytes], dict[str, bytes]] | None:
+        if "accused" in message.header:
+            return self._receive_accusation(site, message)
         own, keys = message.header.get("own"), message.header.get("keys")
         if (
             not isinstance(own, dict)

@@ -94,6 +94,7 @@ class SiteSide:
         self._cipher_key, self._mask_key, self._own = (random(SECRET_BYTES) for _ in range(3))
         self._answers: dict[str, tuple[Any, Message]] = {}
         self._roster: Roster | None = None
+        self._digest = b""  # of the roster
         self._keys = self._advertise()
         # By sender: its shares of the secret of its own mask, and of its key of pairs' masks.
         self._shares: dict[str, tuple[bytes, bytes]] = {}
@@ -147,13 +148,13 @@ class SiteSide:
         if self._signer is not None:
             for site, keys in roster.sites.items():
                 self._signer.check(site, keys.signed_content(self.session, site), keys.proof)
-        self._roster, digest = roster, roster.digest()
+        self._roster, self._digest = roster, roster.digest()
         places = {site: roster.place(site) for site in roster.sites}
         own = split(self._own, roster.threshold, list(places.values()), self._random)
         key = split(self._mask_key, roster.threshold, list(places.values()), self._random)
         self._shares[self.name] = own[places[self.name]], key[places[self.name]]
         shares = {
-            site: self._seal("share", site, own[place] + key[place], digest)
+            site: self._seal("share", site, own[place] + key[place], self._digest)
             for site, place in places.items()
             if site != self.name
         }
@@ -161,7 +162,7 @@ class SiteSide:
 
     def _mask(self, content: dict[str, Any]) -> Message:
         roster = self._known_roster()
-        shares, digest = content.get("shares"), roster.digest()
+        shares, digest = content.get("shares"), self._digest
         if not isinstance(shares, dict) or not set(shares) <= set(roster.sites) - {self.name}:
             raise SecureSumError("the coordinator sends shares of unknown sites")
         self._check_count(1 + len(shares))
@@ -203,16 +204,19 @@ class SiteSide:
         if not isinstance(confirmed, dict) or not set(confirmed) <= {*self._present} - {self.name}:
             raise SecureSumError("the coordinator sends confirmations of unknown sites")
         context = present_context(self._present)
-        agreeing = [
+        false = [
             site
             for site, text in confirmed.items()
-            if self._unseal("confirm", site, to_bytes(text, TAG_BYTES), context) is not None
+            if self._unseal("confirm", site, to_bytes(text, TAG_BYTES), context) is None
         ]
+        agreeing = 1 + len(confirmed) - len(false)
         # Two lists cannot both have as many: else, told that other sites have dropped out, sites
         # would reveal the keys of all masks of one of them.
-        if 1 + len(agreeing) < self._known_roster().threshold:
+        if agreeing < self._known_roster().threshold:
+            if false:
+                return Message({"phase": "reveal", "accused": sorted(false)})
             raise SecureSumError(
-                f"{1 + len(agreeing)} sites have confirmed the list of present sites, expected at "
+                f"{agreeing} sites have confirmed the list of present sites, expected at "
                 f"least {self._known_roster().threshold}: the coordinator could tell each site "
                 "another list, and learn the values of one"
             )
@@ -232,7 +236,7 @@ class SiteSide:
 
     def _key(self, purpose: str, sender: str, receiver: str) -> bytes:
         roster, other = self._known_roster(), receiver if sender == self.name else sender
-        named = sealing_purpose(purpose, roster.digest(), sender, receiver)
+        named = sealing_purpose(purpose, self._digest, sender, receiver)
         return agree(self._cipher_key, roster.sites[other].cipher, named)
 
     def _known_roster(self) -> Roster:
@@ -254,6 +258,7 @@ class SiteSums:
     def __init__(self, least_sites: int, signer: Signer | None = None) -> None:
         self._least, self._signer = least_sites, signer
         self._side: SiteSide | None = None
+        self._begun: set[str] = set()  # the sessions of all sums
         self._values: Codes = {}
 
     @property
@@ -275,6 +280,9 @@ class SiteSums:
     ) -> Message:
         """Answer a request of the coordinator; `encode` makes the values that are `asked` for."""
         if request is None and (self._side is None or session != self._side.session):
+            if session in self._begun:
+                raise SecureSumError("the coordinator gives two sums one name")
+            self._begun.add(session)
             self._values = {}  # the values of an earlier sum are not sent again
             self._side = SiteSide(
                 name,

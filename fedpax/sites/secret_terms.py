@@ -79,8 +79,8 @@ class SecretTerms:
         self._name, self._least = name, least_sites
         self._opened = OpenedSums(None if folder is None else folder / OPENED)
         # The session, and the name of the sum and this site's clients when it sent values.
-        self._masked = "", "", ""
-        self.rounds, self._noisy = 0, 0  # of the run; and noisy stages, if the stage has noise
+        self._masked = "", "", "", 0  # session, name, clients, noisy stages if the stage has noise
+        self.rounds, self._noisy = 0, 0
         self._counted = ""  # session of the last sum with noise
         self._sums = SiteSums(least_sites or 3, signer)
         self._asked = AskedStages(OF_ONE)
@@ -97,7 +97,7 @@ class SecretTerms:
             if answer.header["phase"] in ("confirm", "reveal"):
                 self._check_opened(self._sums.sites)
             if answer.header["phase"] == "reveal":
-                session, name, clients = self._masked
+                session, name, clients, _ = self._masked
                 self._count_noise(session, name.split()[0])
                 self._opened.add(name, {"sites": sorted(self._sums.sites), "clients": clients})
         except SecureSumError as error:
@@ -145,7 +145,7 @@ class SecretTerms:
                 name = " ".join(str(header[part])[:20] for part in ("task", *parts))
                 own = sorted(k - header["first_client"] for k in header.get("clients", ()))
                 digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-                self._masked = session, name, digest
+                self._masked = session, name, digest, self._noisy
             self._check_opened(self._sums.sites)
         except (SecureSumError, NotSummableError) as error:
             return {"fault": str(error)[:MAX_TEXT]}, {}
@@ -157,10 +157,10 @@ class SecretTerms:
 
     def _count_noise(self, session: str, task: str) -> None:
         """Count a sum with noise before it is opened; raise if epsilon is stated for fewer."""
-        if not self._noisy or task == EVALUATION or session == self._counted:
+        if not (noisy := self._masked[3]) or task == EVALUATION or session == self._counted:
             return
         opened = self._opened.get(f"noise {task}") or 0
-        most = self._noisy * (REPEATED + (self.rounds if task == ROUND else 1))
+        most = noisy * (REPEATED + (self.rounds if task == ROUND else 1))
         if opened >= most:
             raise SecureSumError(
                 f"this site has helped to open {opened} sums with noise, expected at most {most}: "
@@ -171,7 +171,7 @@ class SecretTerms:
 
     def _check_opened(self, sites: Collection[str]) -> None:
         """Raise if this site has helped to open another sum of the values that it sends."""
-        _, name, clients = self._masked
+        _, name, clients, _ = self._masked
         known = self._opened.get(name)
         if known is not None and known != {"sites": sorted(sites), "clients": clients}:
             raise SecureSumError(
@@ -224,6 +224,7 @@ def ask_for_sums(
     requests: dict[str, Message | None] = dict.fromkeys(task.own)
     fields: dict[str, Any] = {}
     faults: dict[str, SiteReply] = {}
+    named: set[str] = set()
     while not side.done:
         phase = side.phase
         if (count := sum(clients[name] for name in requests)) < least_clients:
@@ -241,6 +242,9 @@ def ask_for_sums(
             try:
                 if isinstance(header, dict):
                     side.receive(name, Message(header, reply.arrays))
+                    if accused := header.get("accused"):
+                        told = f"it cannot open what {', '.join(accused)[:100]} sent"
+                        reply, exchange.faults[name] = SiteReply({"fault": told}, {}), told
             except SecureSumError as error:
                 reply = SiteReply({"fault": str(error)}, {})
                 report(name, str(error))
@@ -251,9 +255,10 @@ def ask_for_sums(
         try:
             requests = dict(side.advance())
         finally:
-            for name, reason in side.suspects.items():
-                report(name, reason)
-        if side.phase == "confirm":
+            for name in side.suspects.keys() - named:
+                report(name, side.suspects[name])
+            named |= side.suspects.keys()
+        if side.phase == "reveal":
             before_opening(side.present)
     total = {
         name: from_words(side.total[name], np.dtype(value.dtype))
@@ -303,8 +308,6 @@ def _phase_task(
 SUM = "sum"
 """First word of the names of encoded sums."""
 
-EncodedSums = Mapping[str, np.ndarray]
-
 
 class Uplink:
     """Encodes the sums of a site: sends q = Q(s_t + e), and keeps e <- s_t + e - q."""
@@ -339,7 +342,7 @@ class Uplink:
         return [np.zeros(x.shape, np.float32) for x in self._types.values()]
 
     def encode(
-        self, number: int, site: int, arrays: EncodedSums, unsent: Sequence[Any]
+        self, number: int, site: int, arrays: Arrays, unsent: Sequence[Any]
     ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
         """Return a reply with encoded sums, and the losses of the sums."""
         sums = [arrays[name] for name in self._terms()]
@@ -348,7 +351,7 @@ class Uplink:
         rest = {n: x for n, x in arrays.items() if n not in self._terms()}
         return {**rest, **encoded}, [np.asarray(x) for x in lost]
 
-    def decode(self, number: int, site: int, arrays: EncodedSums) -> dict[str, np.ndarray]:
+    def decode(self, number: int, site: int, arrays: Arrays) -> dict[str, np.ndarray]:
         """Return the reply in float32."""
         words = [arrays[f"{SUM} {i}"] for i in self._types]
         sums = _decode(self._codec, number, site, words, tuple(self._types.values()))

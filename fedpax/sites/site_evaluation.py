@@ -91,6 +91,7 @@ class SiteEvaluation:
             self._add(number, measured, [*with_loss.values()])
         if last:  # after the sum: a site that has the model ends
             self._with_model |= without_faults(replies or {}).keys()
+            self._exchange.publish()  # sites that already wait for the end
 
     def _add(
         self, number: int, measured: Mapping[str, Heldout], with_loss: Sequence[Heldout]

@@ -196,6 +196,15 @@ def test_a_site_has_secrets_and_values_of_its_own_in_each_sum() -> None:
             sums["a"].answer(name, session, request)
 
 
+def test_no_two_sums_have_one_name() -> None:
+    """Else a site could count the second one, with other noise, as the first one again."""
+    sums = SiteSums(3)
+    for session in ("s", "s", "t"):
+        sums.answer("a", session, None)
+    with pytest.raises(SecureSumError, match="gives two sums one name"):
+        sums.answer("a", "s", None)
+
+
 def test_floats_are_averaged_as_by_secure_mean() -> None:
     rng = np.random.default_rng(0)
     updates = {"w": rng.normal(size=(5, 40, 3)), "b": rng.normal(size=(5, 7))}

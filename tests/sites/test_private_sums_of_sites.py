@@ -146,6 +146,6 @@ def test_a_site_opens_as_many_sums_with_noise_as_epsilon_is_stated_for(
         assert (opened.get("noise round"), opened.get("noise question")) == (1 + REPEATED, 1)
     # A new process in the same folder has counted them.
     terms = SecretTerms("a", folder=tmp_path / "runs" / "a")
-    terms.rounds, terms._noisy = 1, 1
+    terms.rounds, terms._masked = 1, ("s", "round 1 0", "", 1)
     with pytest.raises(SecureSumError, match="open 3 sums with noise, expected at most 3"):
         terms._count_noise("another", "round")

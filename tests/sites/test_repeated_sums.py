@@ -13,6 +13,7 @@ from fedpax.settings.client_methods import method
 from fedpax.sites.coordinator_rounds import Coordinator, FailedRoundError
 from fedpax.sites.participants import OPENED, OpenedSums
 from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.secret_terms import SecretTerms
 from fedpax.sites.site_files import FEDERATION
 from fedpax.sites.stage_calls import StageCalls
 from fedpax.sites.task_exchange import TaskExchange
@@ -184,3 +185,33 @@ def test_opened_sums_outlive_the_process(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")]
     assert len(lines) == 3
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_sum_that_no_site_opened_is_made_of_other_sites(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: list[str]
+) -> None:
+    """With --only_sums_of=4, three sites do not confirm a sum; then the fourth returns."""
+
+    class Interrupted(Line):
+        """A line that is lost for a second when the site would first send its values."""
+
+        until = 0.0
+
+        def call(self, message: Message, timeout: float) -> Message:
+            answer = message.header.get("fields", {}).get("answer", {})
+            if answer.get("phase") == "mask" and not self.until:
+                self.until = time.monotonic() + 1
+                header = {**message.header, "kind": "leave", "failed": True}
+                super().call(Message(header, {}), timeout)
+            if time.monotonic() < self.until:
+                raise DisconnectedError("memory: lost")
+            return super().call(message, timeout)
+
+    monkeypatch.setattr(
+        "sites.federation.SecretTerms",
+        lambda name, signer=None, folder=None: SecretTerms(name, 4, signer, folder),
+    )
+    sites, lines = four_sites(), {"a": Interrupted}
+    outcome = run(small(rounds=2), sites, tmp_path, rules=RULES, first_round_needs=4, lines=lines)
+    assert_made_by(outcome.params, sites, 2, NAMES)
+    assert opened == 2 * [NAMES]

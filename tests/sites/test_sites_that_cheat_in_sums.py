@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fedpax.secure_sums import Message, SiteSide
-from fedpax.secure_sums.arithmetic import SEALED_BYTES, SHARE_BYTES
+from fedpax.secure_sums.arithmetic import SEALED_BYTES, SHARE_BYTES, TAG_BYTES
 from fedpax.secure_sums.roster import to_text
 from fedpax.sites.coordinator_rounds import FailedRoundError
 from fedpax.sites.round_rules import RoundRules
@@ -114,7 +114,7 @@ def test_shares_that_do_not_open_name_their_sender_alone(
     monkeypatch.setattr(SiteSide, "answer", lie)
     faults: list[tuple[str, str]] = []
     sites = {name: small(rounds=2, data_seed=i) for i, name in enumerate(NAMES)}
-    with pytest.raises(FailedRoundError, match=r"counts \(d: 3 shares that it has sent"):
+    with pytest.raises(FailedRoundError, match="d: 3 shares that it has sent"):
         run(
             small(rounds=2),
             sites,
@@ -125,3 +125,30 @@ def test_shares_that_do_not_open_name_their_sender_alone(
         )
     assert {name for name, _ in faults} == {"d"} and len(faults) == 5
     assert any(text.startswith("site d does not keep to the protocol: 3 shares") for text in notes)
+
+
+@pytest.mark.parametrize("phase", ["share", "confirm"])
+def test_what_one_site_cannot_open_is_told(
+    tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    answer, key = SiteSide.answer, {"share": "shares", "confirm": "confirmed"}[phase]
+    size = {"share": SEALED_BYTES, "confirm": TAG_BYTES}[phase]
+
+    def lie(side: SiteSide, request: Any) -> Message:
+        honest = answer(side, request)
+        if side.name == "d" and honest.header["phase"] == phase:
+            texts = {**honest.header[key], "a": to_text(bytes(size))}
+            return Message({**honest.header, key: texts})
+        return honest
+
+    monkeypatch.setattr(SiteSide, "answer", lie)
+    sites = {name: small(rounds=1, data_seed=i) for i, name in enumerate(NAMES)}
+    rules = RULES._replace(secure_threshold=4 if phase == "confirm" else None)
+    told = "the reply of a is not counted: it cannot open what d sent"
+    if phase == "confirm":  # with all others, three sites are fewer than the threshold
+        with pytest.raises(FailedRoundError, match=r"counts \(a: it cannot open what d sent\)"):
+            run(small(rounds=1), sites, tmp_path, rules=rules, first_round_needs=4)
+        return
+    outcome = run(small(rounds=1), sites, tmp_path, rules=rules, first_round_needs=4)
+    assert_made_by(outcome.params, sites, 1, "bcd")
+    assert [text for text in notes if told in text]

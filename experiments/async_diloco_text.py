@@ -37,9 +37,8 @@ from fedpax.training.virtual_time import TimedSchedule, with_virtual_seconds
 class AsynchronousText(TextExperiment):
     """Islands that train at their own pace, and arrive at a server as a trace says.
 
-    A round is a sequence of arrivals in which no island arrives twice. The metric `virtual_seconds`
-    is the simulated second of its last event. An island that does not arrive skips its batches of
-    the round.
+    A round is a sequence of arrivals in which no island arrives twice. An island that does not
+    arrive skips its batches of the round.
 
     Attributes:
         trace: the islands' speeds, networks and failures.

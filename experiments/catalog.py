@@ -248,7 +248,7 @@ def _import_module(exp: str, module_name: str) -> ModuleType:
 
 def _import_file(exp: str, path: Path) -> ModuleType:
     """Import a file as the module of its name, with its folder on the path."""
-    # A file that was edited since is imported again (`fedpax.experiments.catalog`).
+    # A file that was edited since is imported again.
     path = path.expanduser().resolve()
     if not path.is_file():
         raise UnknownExperimentError(

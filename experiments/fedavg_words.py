@@ -140,8 +140,7 @@ class FedAvgWords(FedAvgTokens):
     """A recurrent network that predicts the next word, trained on clients' sentences.
 
     The examples of `dataset` have a field `text`, words separated by spaces. The vocabulary is the
-    most frequent words of Stack Overflow. The metric `accuracy` leaves out padding, unknown words
-    and ends of sentences.
+    most frequent words of Stack Overflow.
 
     Attributes:
         vocab_size: number of words in the vocabulary.

@@ -51,8 +51,7 @@ class BufferConfig(CheckedConfig):
 class FedBuffImages(FedAvgImages):
     """A convolutional network trained by FedBuff; a round is `cohort.size` arrivals.
 
-    The metric `virtual_seconds` is the simulated second at which the server updates its model. With
-    `cohort.size=1` this is FedAsync.
+    With `cohort.size=1` this is FedAsync.
 
     Attributes:
         buffer: the number of clients that train at a time, and the largest staleness.

@@ -87,9 +87,6 @@ def train(
     equal the parameters of an uninterrupted run bit by bit. SIGTERM and Ctrl-C save after the
     current round.
 
-    Throughput includes the wait for cohorts, but not compilation, evaluation and saving.
-    `input_wait_fraction` is an upper bound on the idle fraction.
-
     Args:
         experiment: the experiment.
         job_log_dir: the run's folder, which every process sees unless `training.checkpoint_dir` is

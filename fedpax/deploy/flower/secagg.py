@@ -1,7 +1,6 @@
 """SecAgg+ on Flower: the server learns the sum of the participants' terms, and no single one.
 
-Bell et al., CCS 2020, IACR 2020/704. Integer terms stay exact, floats become integers in steps of
-`2 * bound / range`.
+Bell et al., CCS 2020, IACR 2020/704.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from fedpax.sites.coordinator_program import (
 from fedpax.sites.merge_guard import MergeGuard, drop_replies
 from fedpax.sites.participants import Participants, choose_participants, opened_round
 from fedpax.sites.round_rules import RoundRules, describe_sampling
-from fedpax.sites.secret_terms import check_up
 from fedpax.sites.site_evaluation import SiteEvaluation, evaluation_of
 from fedpax.sites.site_experiment import Json
 from fedpax.sites.site_files import RoundMetrics, SiteWatch, write_federation
@@ -40,6 +39,7 @@ from fedpax.sites.site_process import items_of
 from fedpax.sites.stage_calls import StageCalls, without_faults
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import ROUND, SiteReply, new_token
+from fedpax.sites.uplink import check_up
 from fedpax.training.progress import Progress
 from fedpax.training.round_logger import NonFiniteError
 from fedpax.training.training_config import is_due

@@ -16,7 +16,7 @@ from fedpax.sites.coordinator_program import batch_types, divide
 from fedpax.sites.heldout_replies import Allowance, Measured, hash_model, measure
 from fedpax.sites.round_rules import weigh
 from fedpax.sites.secret_terms import TASK as SUM
-from fedpax.sites.secret_terms import SecretTerms, Uplink
+from fedpax.sites.secret_terms import SecretTerms
 from fedpax.sites.site_experiment import (
     FINE_TUNED,
     ClientRange,
@@ -41,6 +41,7 @@ from fedpax.sites.tasks import (
     numbered,
     type_in_message,
 )
+from fedpax.sites.uplink import Uplink
 from fedpax.transforms.client_stages import Value
 from fedpax.transforms.stages import Stages
 from fedpax.transport.admission import CheckedHeader
@@ -344,8 +345,7 @@ class SiteWorker:
         return self._measured.reply(is_summed=is_summed)
 
     def _sum_metrics(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
-        # Masks are bound to the header: no means of other models are added. A second sum, of other
-        # sites, would tell the means of one site.
+        # Masks are bound to the model. A second sum, of other sites, would tell one site's means.
         measured, session, names = self._measured, header["session"], header["names"]
         if measured is None or header["model"] != measured.model:
             raise UnknownRoundError

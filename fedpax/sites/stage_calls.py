@@ -27,7 +27,7 @@ from fedpax.sites.coordinator_program import (
 from fedpax.sites.downlink import WHOLE, Downlink, whole
 from fedpax.sites.participants import Participants, note_opened
 from fedpax.sites.round_rules import RoundRules
-from fedpax.sites.secret_terms import OF_ONE, SUM, Uplink, ask_for_sums, check_is_sum
+from fedpax.sites.secret_terms import OF_ONE, ask_for_sums, check_is_sum
 from fedpax.sites.site_experiment import Json
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import (
@@ -47,6 +47,7 @@ from fedpax.sites.tasks import (
     numbered,
     to_numbers,
 )
+from fedpax.sites.uplink import SUM, Uplink
 from fedpax.transforms.client_stages import Value
 from fedpax.transforms.stages import Request, Stages
 

@@ -13,9 +13,9 @@ from fedpax.errors import ConfigurationError
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.coordinator_program import cohort_types, divide, expected_arrays
 from fedpax.sites.round_rules import RoundRules
-from fedpax.sites.secret_terms import Uplink, check_up
 from fedpax.sites.site_table import read_sites
 from fedpax.sites.site_worker import SiteWorker
+from fedpax.sites.uplink import Uplink, check_up
 from fedpax.transforms.client_stages import Stage, Value
 from fedpax.transforms.stages import Stages
 from sites.federation import HeavyLine, run

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def train(arguments: Sequence[str]) -> int:
     enable_compilation_cache()
     with leave_on_failure():
         provide_processes(options, experiment)
-        together = nullcontext()
+        together: AbstractContextManager[None] = nullcontext()
         if membership is None:  # else the keeper notices the end of a process
             saved_in = experiment.training.checkpoint_dir
             together = end_together(folder, saved_in, 0.4 * options.heartbeat_timeout)

@@ -176,7 +176,8 @@ class CoordinatorSide:
     def _receive_mask(self, site: str, message: Message) -> bool | None:
         arrays = message.arrays
         if "accused" in message.header:
-            return self._receive_accusation(site, message)
+            self._receive_accusation(site, message)
+            return None
         if message.header.get("asked") != to_text(self._task):
             raise SecureSumError(
                 "a site was asked for other values than the coordinator asks for: its model or its "
@@ -215,7 +216,8 @@ class CoordinatorSide:
         self, site: str, message: Message
     ) -> tuple[dict[str, bytes], dict[str, bytes]] | None:
         if "accused" in message.header:
-            return self._receive_accusation(site, message)
+            self._receive_accusation(site, message)
+            return None
         own, keys = message.header.get("own"), message.header.get("keys")
         if (
             not isinstance(own, dict)

@@ -54,7 +54,7 @@ UNSENT = "\0 what the sums of this site have lost"
 """The name of the losses of sums beside the states of clients; no file has this name."""
 
 MAX_CLIENTS, MOST_QUESTIONS = 10_000_000, 20
-"""Questions before the first round: three for a table, and again for each site that leaves then."""
+"""Different questions before the first round: three for a table, and others of other sites."""
 
 
 class _Program(NamedTuple):
@@ -94,7 +94,7 @@ class SiteWorker:
         self._unsent: dict[str, np.ndarray] = {}  # what the sums of this round lose
         self._cohorts: tuple[Any, Cohort] | None = None
         self._whole_run: SiteRun | None = None  # as if there were no other site
-        self._num_questions, self._personal = 0, personal
+        self._asked, self._personal = set[str](), personal
         self._inputs: Json | None = None
         self.count = int(experiment.describe_site()["clients"])
 
@@ -104,9 +104,8 @@ class SiteWorker:
         self._programs, self._inputs = {}, inputs
         # The aggregator can need more clients than this site has: others are without examples.
         cohort_size = getattr(getattr(self._experiment, "cohort", None), "size", 0)
-        total = max(self.count, cohort_size)
-        self._total = total
-        run = self._whole_run = self._experiment.at_site(ClientRange(0, self.count, total))
+        self._total = max(self.count, cohort_size)
+        run = self._whole_run = self._experiment.at_site(ClientRange(0, self.count, self._total))
         batches = run.draw(0, []).batches
         return batch_types(
             {n: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for n, x in batches.items()}
@@ -134,7 +133,7 @@ class SiteWorker:
         if task in (QUESTION, VALUES) and self._whole_run is not None:
             raise RefusedError("the syncer asks about this site's data once the inputs are known.")
         if task == VALUES:
-            self._count_question()
+            self._count_question(str(header["columns"]))
             experiment: Any = self._experiment
             return {"values": experiment.list_values(header["columns"])}, {}
         work = {QUESTION: self._answer, ROUND: self._run_stage, EVALUATION: self._sum_metrics}
@@ -162,13 +161,14 @@ class SiteWorker:
             )
         return ClientRange(first, self.count, total)
 
-    def _count_question(self) -> None:
-        """Refuse a question about the data after many of them."""
-        self._num_questions += 1
-        if self._num_questions > MOST_QUESTIONS:
+    def _count_question(self, asked: str) -> None:
+        """Refuse a question about the data after many others; a repeated one tells nothing new."""
+        if len(self._asked | {asked}) > MOST_QUESTIONS:
             raise RefusedError(
-                f"the syncer asks more than {MOST_QUESTIONS} questions about this site's data."
+                f"the syncer asks more than {MOST_QUESTIONS} different questions about this site's "
+                "data. If sites came and went before the first round, start this site again."
             )
+        self._asked.add(asked)
 
     def _answer(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
         token, clients = header["token"], self._clients(header)
@@ -176,9 +176,9 @@ class SiteWorker:
             raise RefusedError(
                 "the syncer asks for averages of some of this site's clients, expected all clients."
             )
-        asked = f"{token} {clients} {header['settings']}"
-        if asked not in self._questions:
-            self._count_question()
+        asked = f"{clients} {header['settings']}"
+        self._count_question(asked)
+        if self._between[0] != token or asked not in self._questions:
             divided, args = self._experiment.answer(header["settings"], clients)
             self._questions = {asked: (divided, divided.own(*args))}
             self._between = token, {}

@@ -117,7 +117,7 @@ def try_all(site: Site, liar: Liar, task: dict[str, Any]) -> None:
                 del liar.task[name]
             fits = any(type(x) is type(value) and x == value for x in FITTING.get(name, []))
             fits |= value == "left out" and name in OPTIONAL[task["task"]]
-            site._worker._questions, site._worker._num_questions = {}, 0
+            site._worker._asked = set()
             try:
                 site._step()
             except RefusedError:

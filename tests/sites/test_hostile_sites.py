@@ -123,10 +123,12 @@ def test_a_question_tells_no_single_value(tmp_path: Path) -> None:
         ask("v", {**column, "kind": "date"}, scaling)
     with pytest.raises(RefusedError, match="some of this site's clients"):
         ask("w", column, scaling, clients=[0], slots=[0])
-    for number in range(17):
-        ask(f"x{number}", column, scaling)
-    with pytest.raises(RefusedError, match="more than 20 questions"):
-        ask("y", column, scaling)
+    others = [{**scaling, "center": [float(number)]} for number in range(18)]
+    for token in ("x", "y"):  # a site left, and all questions are repeated
+        answers = [ask(f"{token}{n}", column, other) for n, other in enumerate(others[:17])]
+    with pytest.raises(RefusedError, match=r"20 different questions .* start this site again"):
+        ask("z", column, others[17])
+    np.testing.assert_equal(answers[0][1], ask("x0", column, others[0])[1])
 
 
 def test_rounds_of_several_stages_have_no_guard(tmp_path: Path) -> None:

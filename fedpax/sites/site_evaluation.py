@@ -90,7 +90,7 @@ class SiteEvaluation:
         elif with_loss:
             self._add(number, measured, [*with_loss.values()])
         if last:  # after the sum: a site that has the model ends
-            self._with_model |= without_faults(replies or {}).keys()
+            self._with_model.update(without_faults(replies or {}))
             self._exchange.publish()  # sites that already wait for the end
 
     def _add(

@@ -84,7 +84,7 @@ def compare(arguments: Sequence[str]) -> int:
     if fields and (equal := next((same for same in titles.values() if len(same) > 1), None)):
         print_error(
             f"fedpax: with {' '.join(fields)}, {' and '.join(sorted(equal))} are one experiment: "
-            "their rows differ by nothing but their names."
+            "their rows differ in their names alone."
         )
     allowed = _allowed_by_run(runs, allowed_changes(options))
     for run, paths in zip(runs, allowed, strict=True):

@@ -218,7 +218,7 @@ class SiteSide:
             raise SecureSumError(
                 f"{agreeing} sites have confirmed the list of present sites, expected at "
                 f"least {self._known_roster().threshold}: the coordinator could tell each site "
-                "another list, and learn the values of one"
+                "another list, and learn the values of one site"
             )
         # Of each site one secret alone: of its own mask, or of its masks with others.
         own = {site: to_text(self._shares[site][0]) for site in self._present}

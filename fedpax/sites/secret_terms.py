@@ -169,8 +169,8 @@ class SecretTerms:
         if known is not None and known != {"sites": sorted(sites), "clients": clients}:
             raise SecureSumError(
                 f"the sum of {name!r} was opened before, of {', '.join(known['sites'])[:50]}: "
-                "another would show a difference. Begin a new run with an empty --job_log_dir of "
-                "each site"
+                "a second sum would show the part of a site. Begin a new run with an empty "
+                "--job_log_dir of each site"
             )
 
 

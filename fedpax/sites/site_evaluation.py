@@ -111,7 +111,7 @@ class SiteEvaluation:
     ) -> None:
         """Ask sites that have measured a model for a secure sum, and write the means of all."""
         if len(measured) < LEAST_SITES:
-            have = f"{LEAST_SITES} sites with metrics, and {', '.join(measured)} have some"
+            have = f"{LEAST_SITES} sites with metrics, not only {', '.join(measured)}"
             self._note_once(f"no held-out metrics: a secure sum of them needs {have}")
             return
         names = _common_names([*measured.values()])

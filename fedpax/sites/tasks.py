@@ -212,7 +212,7 @@ def check_task(header: Json, rounds: int) -> None:
     if kind == QUESTION:
         task.mapping("settings")
     if kind == ROUND and not WEIGHTS.fullmatch(task.text("weights")):
-        raise MalformedError(f"the syncer weighs by {header['weights']!r}, as no flag of it says.")
+        raise MalformedError(f"the syncer's weights are {header['weights']!r}, not of --weights.")
     if "target" in header:
         task.count("checksum")
         if not re.fullmatch(r"\S+ [0-9]{1,9}", task.text("target")):

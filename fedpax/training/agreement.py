@@ -27,7 +27,7 @@ SAME_COMMAND = (
     "Set a --job_log_dir on a file system that all hosts share.",
 )
 SAME_CODE = (
-    "Else they would wait forever, or train different models as one.",
+    "Else they would wait forever, or train different models as one run.",
     "Give all hosts the same files of code, packages and environment variables.",
 )
 SAME_FILES = (

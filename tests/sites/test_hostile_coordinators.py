@@ -126,7 +126,8 @@ def try_all(site: Site, liar: Liar, task: dict[str, Any]) -> None:
                 assert name == "settings", (name, value, error)
             else:
                 assert fits, (name, value)
-    liar.task = task
+    # A site begins no secure sum of one session twice.
+    liar.task = task | ({"session": "r t 1"} if "session" in task else {})
     site._step()
     assert "fault" not in liar.replies[-1]
 

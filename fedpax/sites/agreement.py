@@ -108,14 +108,7 @@ def _shorten(value: str) -> str:
     return repr(value if len(value) <= _MOST_WORDS else f"{value[:_MOST_WORDS]}...")
 
 
-_MALFORMED = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What reading a description raises if it has another form."""
 
 
@@ -193,15 +186,19 @@ class Agreement:
 
     def wait_for_same(self, names: Collection[str], *, ready: bool) -> bool:
         """Wait for the sites of a sum that was opened; False at a signal."""
+        told: list[Any] = []
 
-        def missing() -> list[str]:
+        def is_whole() -> bool:
             self._watch.update()
-            return sorted({*names} - {s.name for s in self._exchange.present(ready=ready)})
+            lacking = sorted({*names} - {s.name for s in self._exchange.present(ready=ready)})
+            remedies = self._exchange.sites.advise_return(lacking)
+            if lacking and told != [remedies]:
+                told[:] = [remedies]
+                self._exchange.waits_for = ", ".join(lacking[:5])
+                self._progress.note(describe_wait(lacking, len(names), remedies))
+            return not lacking
 
-        if lacking := ", ".join(missing()[:5]):
-            self._exchange.waits_for = lacking
-            self._progress.note(describe_wait(lacking, len(names)))
-        return self._exchange.wait_for(lambda: not missing(), self._stop)
+        return self._exchange.wait_for(is_whole, self._stop)
 
     def agree(self, number: int, least: int) -> bool:
         """Make the inputs that all sites share, from what they tell; False at a signal."""

@@ -125,9 +125,11 @@ def note_opened(
         write_federation(folder, exchange, exchange.inputs)
 
 
-def describe_wait(missing: str, number: int) -> str:
-    """Say for which of the sites of an opened sum a coordinator waits, and why."""
+def describe_wait(missing: Sequence[str], number: int, remedies: Sequence[str]) -> str:
+    """Say for which of the sites of an opened sum a coordinator waits, why, and what to do."""
     return (
-        f"waiting for {missing}: a sum of {count_of(number, 'site')} was opened, and one without "
-        "these would show their part. See site_trust.md, sums that are repeated"
+        f"waiting for {', '.join(missing[:5])}: a sum of {count_of(number, 'site')} was opened, "
+        "and one without these would show their part. "
+        f"{''.join(f'{remedy}. ' for remedy in remedies[:5])}If they do not return, see "
+        "site_trust.md, sums that are repeated"
     )

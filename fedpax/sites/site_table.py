@@ -197,6 +197,17 @@ class SiteTable:
             "site with other data, since rows that two sites have count twice"
         )
 
+    def advise_return(self, names: Sequence[str]) -> list[str]:
+        """Say which of some sites were expelled or refused, and how they return."""
+        refused = {site.name for site in self if site.is_refused}
+        return [
+            f"{name} was expelled: let it return by `fedpax sites admit {name}`"
+            if self._is_expelled(name)
+            else f"{name} was refused: mend its data or its flags, and start it again"
+            for name in names
+            if self._is_expelled(name) or name in refused
+        ]
+
     def is_awaited(self, site: SiteRecord, kind: str, now: float) -> bool:
         """Tell whether a task of a kind waits for a site until its deadline."""
         is_overdue = site.attendance.missed[kind] >= self._most_missed

@@ -15,10 +15,11 @@ from fedpax.sites.participants import OPENED, OpenedSums
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import SecretTerms
 from fedpax.sites.site_files import FEDERATION
+from fedpax.sites.site_table import SiteTable
 from fedpax.sites.stage_calls import StageCalls
 from fedpax.sites.task_exchange import TaskExchange
 from fedpax.sites.tasks import new_token
-from fedpax.transport.calls import DisconnectedError
+from fedpax.transport.calls import DisconnectedError, RefusedError
 from sites.federation import Line, run, write_hospitals
 from sites.small_experiment import assert_made_by, small
 from sites.test_equals_training import SIZES, experiment
@@ -138,6 +139,47 @@ def test_sums_are_of_the_same_sites_if_one_leaves_between_averages_or_stages(
         np.testing.assert_array_equal(leaf, other)
     assert opened == (2 * sums + 1) * [NAMES]
     assert any(text.startswith("waiting for d: a sum of 4 sites was opened") for text in notes)
+
+
+class Faulty(Line):
+    """A line of a site that reports faults once a sum was opened."""
+
+    has_opened = False
+
+    def call(self, message: Message, timeout: float) -> Message:
+        """Call the coordinator."""
+        fields = message.header.get("fields", {})
+        if self.has_opened and message.header["kind"] == "reply":
+            header = {**message.header, "fields": {"fault": "its disk is full"}}
+            message = Message(header)
+        self.has_opened |= fields.get("answer", {}).get("phase") == "reveal"
+        return super().call(message, timeout)
+
+
+def test_the_coordinator_tells_how_a_refused_site_of_an_opened_sum_returns(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    write_hospitals(tmp_path / "data", {**SIZES, "d": (30,)})
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in NAMES}
+    with pytest.raises(RefusedError, match="refuses site 'd': its disk is full"):
+        run(
+            experiment(rounds=1),
+            sites,
+            tmp_path,
+            rules=RULES,
+            first_round_needs=4,
+            lines={"d": Faulty},
+        )
+    (told,) = (text for text in notes if text.startswith("waiting for d: a sum of 4 sites"))
+    assert "d was refused: mend its data or its flags, and start it again. If" in told
+
+
+def test_how_expelled_sites_return_is_told() -> None:
+    sites = SiteTable(9.0, lambda name: name == "lyon")
+    sites.add("oslo", 1).is_refused = True
+    told = sites.advise_return(["lyon", "oslo", "rome"])
+    assert told[0] == "lyon was expelled: let it return by `fedpax sites admit lyon`"
+    assert told[1].startswith("oslo was refused: ") and len(told) == 2
 
 
 @pytest.mark.parametrize("forgets", [False, True])

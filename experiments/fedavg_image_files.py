@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from fedpax.data.tables.shared_treatment import (
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.experiments.parts.file_experiments import HELD_OUT_BY, saved_content
+from fedpax.experiments.parts.received_inputs import check_label
 from fedpax.models.classifiers import CNNConfig, cnn
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
@@ -238,6 +239,12 @@ class FedAvgImageFiles(FedAvgFiles):
         label = self._infer_label(1)
         described = describe_label(label, self.opened.columns[label.name], self.data.columns)
         return {**described, "image_shape": list(self.image_shape)}
+
+    def with_inputs(self, inputs: Mapping[str, Any]) -> Self:
+        """Return the experiment with the classes that sites share; a site checks the label."""
+        if "_at_site" in self.__dict__:
+            check_label(inputs, self._infer_label(1), has_classes=bool(self.data.columns))
+        return super().with_inputs(inputs)
 
     def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str | None]:
         """Return the label, and the shape of images."""

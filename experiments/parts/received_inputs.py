@@ -1,7 +1,8 @@
 """What a site checks of the inputs that a coordinator sends, before it trains on them."""
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from fedpax.data.open_client_files import OpenFiles
@@ -18,25 +19,11 @@ SMALLEST_SCALE = 1e-3
 Deviation = Callable[[Treatment], float]
 
 
-def check_inputs(
-    data: TableConfig, table: OpenFiles, inputs: Any, offered: Mapping[str, Any], of: Deviation
-) -> None:
-    """Raise unless inputs follow from what this site tells; `offered` has the values it sent."""
+@contextlib.contextmanager
+def _well_formed() -> Iterator[None]:
+    """Explain errors that inputs of another form raise."""
     try:
-        label = Label.from_json(inputs["label"])
-        columns = TableFeatures.from_json(inputs["columns"]).columns
-        _check_label(data, table, label, of)
-        own = {t.name: t for t in data.treatments_of(table)}
-        names = [column.treatment.name for column in columns]
-        for column in columns:
-            name = column.treatment.name
-            if names.count(name) > 1:
-                _refuse(name, "twice", "each column once")
-            if name not in own and name in table.columns:
-                _refuse(name, "a feature", "no label and no client among them")
-            # Without values here, or without the column, nothing depends on the treatment.
-            if name in own and own[name].reason != "no values":
-                _check_column(data, column, own[name], offered.get(name, {}), of)
+        yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, ArgumentError):
             raise
@@ -46,19 +33,43 @@ def check_inputs(
         ) from error
 
 
-def _check_label(data: TableConfig, table: OpenFiles, label: Label, of: Deviation) -> None:
-    own = data.label_of(table, min_classes=1)
-    if label.name != own.name:
-        _refuse(label.name, "the label", f"{own.name!r}")
-    is_open = data.task is None and data.stated_label is None
-    is_open = is_open and is_number(arrow_column(table.columns[own.name]).type)
-    if label.task != own.task and not (label.task == "regression" and is_open):
-        _refuse(own.name, f"a label for {label.task}", own.task)
-    stated = data.stated_label
-    if stated is not None and stated.values is not None and label.classes != own.classes:
-        _refuse(own.name, f"classes {label.classes}", f"{own.classes}, as stated")
+@_well_formed()
+def check_inputs(
+    data: TableConfig, table: OpenFiles, inputs: Any, offered: Mapping[str, Any], of: Deviation
+) -> None:
+    """Raise unless inputs follow from what this site tells; `offered` has the values it sent."""
+    own_label, stated = data.label_of(table, min_classes=1), data.stated_label
+    is_open = data.task is None and stated is None
+    is_open = is_open and is_number(arrow_column(table.columns[own_label.name]).type)
+    has_classes = stated is not None and stated.values is not None
+    label = check_label(inputs, own_label, has_classes=has_classes, is_open=is_open)
     if label.task == "regression":
         _check_numbers(data.number_label, label.mean, label.scale, of)
+    columns = TableFeatures.from_json(inputs["columns"]).columns
+    own = {t.name: t for t in data.treatments_of(table)}
+    names = [column.treatment.name for column in columns]
+    for column in columns:
+        name = column.treatment.name
+        if names.count(name) > 1:
+            _refuse(name, "twice", "each column once")
+        if name not in own and name in table.columns:
+            _refuse(name, "a feature", "no label and no client among them")
+        # Without values here, or without the column, nothing depends on the treatment.
+        if name in own and own[name].reason != "no values":
+            _check_column(data, column, own[name], offered.get(name, {}), of)
+
+
+@_well_formed()
+def check_label(inputs: Any, own: Label, *, has_classes: bool, is_open: bool = False) -> Label:
+    """Return the label of inputs; raise unless it is this site's, with the classes it states."""
+    label = Label.from_json(inputs["label"])
+    if label.name != own.name:
+        _refuse(label.name, "the label", f"{own.name!r}", "--data.label")
+    if label.task != own.task and not (label.task == "regression" and is_open):
+        _refuse(own.name, f"a label for {label.task}", own.task)
+    if has_classes and label.classes != own.classes:
+        _refuse(own.name, f"classes {label.classes}", f"{own.classes}, as stated")
+    return label
 
 
 def _check_column(
@@ -96,9 +107,9 @@ def _check_numbers(own: Treatment, mean: float, scale: float, of: Deviation) -> 
         _refuse(own.name, f"the scale {scale}", f"at least {least:g}, by the values here")
 
 
-def _refuse(name: str, received: str, expected: str) -> NoReturn:
+def _refuse(name: str, received: str, expected: str, flag: str = "") -> NoReturn:
     raise ArgumentError(
         f"The syncer's inputs have {name!r} as {received}, expected {expected}: other inputs could "
         "tell single values. If the difference is meant, state it at the syncer and at each site: "
-        f"--data.columns '{name}=KIND'. Else ask who runs the syncer."
+        f"{flag or '--data.columns ' + repr(f'{name}=KIND')}. Else ask who runs the syncer."
     )

@@ -135,3 +135,25 @@ def test_an_image_shape_is_checked() -> None:
     for shape in ([1 << 20, 1 << 20, 3], [28, 28], [28.0, 28, 1], [-1, 8, 1], ["28", 28, 1]):
         with pytest.raises(ArgumentError, match="expected height, width and channels"):
             fedavg_images().shared_properties({**described, "image_shape": shape})
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        ({"name": "ward"}, "'ward' as the label, expected 'label'.*: --data.label"),
+        ({"task": "regression"}, "'label' as a label for regression, expected classification"),
+        ({"classes": ["ill"]}, r"'label' as classes \('ill',\), expected .*, as stated"),
+    ],
+)
+def test_a_site_takes_no_label_that_it_does_not_state(
+    tmp_path: Path, lie: dict[str, Any], message: str
+) -> None:
+    write_images(tmp_path / "data", "a", "well ill", (8, 8))
+    site = of_site(tmp_path / "data", "a", columns=STATED)
+    site.describe_site()
+    inputs = dict(site.inputs)
+    site.with_inputs(inputs)
+    with pytest.raises(ArgumentError, match=message):
+        site.with_inputs({**inputs, "label": {**inputs["label"], **lie}})
+    with pytest.raises(ArgumentError, match="inputs are malformed"):
+        site.with_inputs({})

@@ -129,7 +129,7 @@ class SiteEvaluation:
         counts, sums = next(iter(present.values())).arrays[f"{TERM} 0"]
         parts = [*zip(names, counts, sums, strict=True)]
         most = LEAST_LABELS * MOST_MEAN  # the least that a mean which is not finite adds
-        means = {name: total / count for name, count, total in parts if abs(total) < most}
+        means = {n: total / k for n, k, total in parts if k > 0 and abs(total) < most}
         if lost := ", ".join(name for name, _, _ in parts if name not in means):
             self._note_once(f"no held-out {lost}: not finite at a site, which a secure sum hides")
         if "loss" in means:

@@ -9,6 +9,7 @@ import pytest
 
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites import site_evaluation
+from fedpax.sites.heldout_replies import Measured
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_evaluation import SiteEvaluation
 from fedpax.sites.tasks import EVALUATION
@@ -129,6 +130,21 @@ def test_a_loss_that_is_not_finite_does_not_tell_its_site(
     assert not lines and not outcome.coordinator.exchange.faults
     assert [note for note in notes if note.startswith("no held-out loss: not finite")]
     assert not [note for note in notes if "not counted" in note or "no reply" in note]
+
+
+def test_counts_that_hostile_sites_make_zero_or_negative_give_no_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str]
+) -> None:
+    terms = Measured.terms
+
+    def lie(measured: Measured, names: list[str]) -> Any:
+        (name,), (values,) = zip(*terms(measured, names).items(), strict=True)
+        return {name: np.stack([-values[0], values[1]])}
+
+    monkeypatch.setattr(Measured, "terms", lie)
+    _, lines = federate(tmp_path)
+    assert not lines
+    assert [note for note in notes if note.startswith("no held-out loss")]
 
 
 def test_two_sites_with_metrics_are_too_few(tmp_path: Path, notes: list[str]) -> None:

@@ -53,7 +53,7 @@ def test_commands_are_imported_and_runs_begin_with_few_collections(
             see()
             raise KeyError
 
-    monkeypatch.setattr(trainer, "_open_loop", lambda *_: (see(), (Loop(), *[None] * 4))[1])
+    monkeypatch.setattr(trainer, "_open_loop", lambda *_: (see(), (Loop(), None, None))[1])
     job = SimpleNamespace(experiment=SimpleNamespace(training=None))
     with pytest.raises(KeyError):
         trainer._train(cast(Any, job))

@@ -374,7 +374,7 @@ def test_no_value_of_a_text_leaves_a_site_unless_all_sites_call_it_a_category(
     tmp_path: Path, notes: list[str], secure_sums: bool
 ) -> None:
     """At the small site `patient` has few values; at the others it is left out."""
-    write_visits(tmp_path / "data", patients := {"small": 40, "b": 60, "c": 60})
+    write_visits(tmp_path / "data", patients := {"small": 40, "big-b": 60, "big-c": 60})
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in patients}
     columns = sites["small"].describe_site()["columns"]
     assert [c["kind"] for c in columns] == ["category", "category", "number"]

@@ -15,6 +15,7 @@ from fedpax.secure_sums.arithmetic import (
     SecureSumError,
     add_mask,
     agree,
+    derive,
     public_key,
     seal,
     split,
@@ -22,6 +23,7 @@ from fedpax.secure_sums.arithmetic import (
 )
 from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.roster import (
+    PROTOCOL,
     PublicKeys,
     Roster,
     Signer,
@@ -95,6 +97,7 @@ class SiteSide:
         self._answers: dict[str, tuple[Any, Message]] = {}
         self._roster: Roster | None = None
         self._digest = b""  # of the roster
+        self._secrets: dict[str, bytes] = {}  # of the keys of each pair
         self._keys = self._advertise()
         # By sender: its shares of the secret of its own mask, and of its key of pairs' masks.
         self._shares: dict[str, tuple[bytes, bytes]] = {}
@@ -235,9 +238,12 @@ class SiteSide:
         return unseal(self._key(purpose, sender, self.name), sealed, context)
 
     def _key(self, purpose: str, sender: str, receiver: str) -> bytes:
-        roster, other = self._known_roster(), receiver if sender == self.name else sender
+        other = receiver if sender == self.name else sender
+        if other not in self._secrets:  # an agreement takes longer than its keys
+            cipher = self._known_roster().sites[other].cipher
+            self._secrets[other] = agree(self._cipher_key, cipher, PROTOCOL + b"cipher")
         named = sealing_purpose(purpose, self._digest, sender, receiver)
-        return agree(self._cipher_key, roster.sites[other].cipher, named)
+        return derive(self._secrets[other], named)
 
     def _known_roster(self) -> Roster:
         assert self._roster is not None

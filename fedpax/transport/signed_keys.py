@@ -65,7 +65,7 @@ class CertificateSigner:
                         if not (self._server and _is_for(certificate, self._server)):
                             return
                         reason = (
-                            "are of the coordinator's certificate, expected that of a site. Make "
+                            "are of the coordinator's certificate, expected a site's. Make "
                             "it one of another name by `fedpax certificates --request`"
                         )
         except (ValueError, TypeError, InvalidSignature):

@@ -2,7 +2,6 @@
 
 import contextlib
 import resource
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 pytest.importorskip("grpc")
 from islands.site_problem import Sites, random_batches
 from islands.syncer_methods import parts
+from small_disk import small_disk_at
 
 from fedpax.islands.syncer.syncer_store import SyncerStore
 from fedpax.transport.calls import RefusedError
@@ -52,15 +52,8 @@ def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Full]:
     if request.param == "file size":
         yield at_its_limit
         return
-    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(tmp_path)]
-    with contextlib.suppress(FileNotFoundError):
-        if subprocess.run(mount, capture_output=True).returncode == 0:
-            try:
-                yield without_space
-            finally:
-                subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
-            return
-    pytest.skip("a file system of its own needs root")
+    with small_disk_at(tmp_path, "128k"):
+        yield without_space
 
 
 def beat(sites: Sites, name: str, process: str, **more: object) -> str:

@@ -5,7 +5,6 @@ import dataclasses
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from several_processes import finish, start, wait_for_rounds
+from small_disk import small_disk_at
 from small_regression import RandomRounds, Regression, regression
 from test_resume_on_other_islands import streaming_islands
 
@@ -199,15 +199,8 @@ def without_channel() -> Regression:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a small file system of its own."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
-    with contextlib.suppress(FileNotFoundError):
-        if subprocess.run(mount, capture_output=True).returncode == 0:
-            try:
-                yield tmp_path
-            finally:
-                subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
-            return
-    pytest.skip("a file system of its own needs root")
+    with small_disk_at(tmp_path, "2m"):
+        yield tmp_path
 
 
 @pytest.mark.slow
